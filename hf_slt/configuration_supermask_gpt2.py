@@ -1,0 +1,170 @@
+"""Configuration of a supermask GPT-2: GPT-2's own options, the seed, and how masks are found.
+
+Everything that fixes a frozen weight is here, so that a config and a seed are the weights:
+
+    law, scale = config.law_of(name)                          # name as in stock GPT-2, e.g. "h.0.attn.c_proj"
+    weight     = random_weights.draw(config.seed, name, shape, law, scale)
+"""
+
+import dataclasses
+import difflib
+import math
+from typing import Literal
+
+from transformers import GenerationConfig, GPT2Config
+
+from .random_weights import GENERATOR, LAWS
+
+# Keys that transformers itself passes or stores beside the declared fields.
+_KNOWN_EXTRAS = frozenset(
+    "model_type auto_map name_or_path _name_or_path _commit_hash torch_dtype num_labels use_return_dict "
+    "output_attentions attn_implementation experts_implementation per_layer_config tokenizer_class "
+    "task_specific_params finetuning_task torchscript use_bfloat16 prefix is_decoder sep_token_id "
+    "decoder_start_token_id cross_attention_hidden_size tie_encoder_decoder pruned_heads tf_legacy_loss "
+    "_attn_implementation_internal _experts_implementation_internal distributed_config".split()
+)
+_EMBEDDINGS = ("wte", "wpe", "lm_head")
+_GPT2_WIDTH = 768  # the width that GPT-2's initializer_range of 0.02 was made for
+
+
+class SupermaskGPT2Config(GPT2Config):
+    """GPT-2 whose weights are drawn from `seed` and never trained; only a mask over them is learned.
+
+    Args, beyond those of [`GPT2Config`]:
+        seed: what the frozen weights and the first scores are drawn from.
+        density: fraction of each masked tensor that is kept, in (0, 1].
+        rule: how scores become a mask; `"edge_popup"` keeps the largest magnitudes.
+        law: distribution of the frozen weights. `"normal"`: GPT-2's, std `initializer_range`, divided by
+            sqrt(2 n_layer) for the two projections into the residual stream. `"signed_constant"`: plus or
+            minus that std. `"uniform"`: U[-1, 1], as the strong-lottery-ticket theory asks.
+            `"xavier_uniform"`: U[-b, b], b = sqrt(6 / (rows + columns)).
+        embedding_law: law of the embeddings, if another than `law`.
+        embedding_range: std of the embeddings, if another than `initializer_range`.
+        qk_scale: factor on query and key weights; `"paper"` is n_qk ** (1/4) (arXiv 2511.04217).
+        scale_with_width: GPT-2's 0.02 fits width 768. True multiplies the std by sqrt(768 / n_embd) in
+            the blocks, which keeps the size of what a layer puts out, and by 768 / n_embd in the
+            embeddings, which keeps the largest logit that a choice of their entries can reach: entries
+            add up like n_embd when a mask may pick them by sign, not like sqrt(n_embd). Without it a
+            narrow supermask stays at chance.
+        layer_norm: False removes ln_1, ln_2 and ln_f, as in the theory.
+        embedding: `"masked"` like every other weight, `"frozen"` (random and all kept), or `"trained"`
+            (ordinary parameters, stored in the ticket). An untied `lm_head` follows it.
+        n_qk, n_v: width of a query/key and of a value per head; n_embd // n_head by default.
+        state: `"scores"` while training, `"ticket"` once there are only masks. Set by the library.
+        weight_generator: version of the random generator. Set by the library.
+        mask_digest: digest of all masks of a ticket. Set by the library.
+
+    >>> config = SupermaskGPT2Config(n_embd=512, n_head=8, n_layer=4, seed=7)
+    >>> config.law_of("h.0.attn.c_attn.query")
+    ('normal', 0.0565685424949238)
+    """
+
+    model_type = "supermask_gpt2"
+
+    seed: int = 0
+    density: float | int = 0.3
+    rule: str = "edge_popup"
+    law: str = "normal"
+    embedding_law: str | None = None
+    embedding_range: float | None = None
+    qk_scale: float | int | str = "paper"
+    scale_with_width: bool = False
+    layer_norm: bool = True
+    embedding: Literal["masked", "frozen", "trained"] = "masked"
+    n_qk: int | None = None
+    n_v: int | None = None
+    state: Literal["scores", "ticket"] = "scores"
+    weight_generator: str = GENERATOR
+    mask_digest: str | None = None
+
+    def __post_init__(self, **kwargs):
+        _refuse_unknown(type(self), kwargs)
+        super().__post_init__(**kwargs)
+        self.check()
+
+    def check(self) -> None:
+        """Raise ValueError, naming the value and the cure, for an option that cannot be."""
+        _one_of("law", self.law, LAWS)
+        _one_of("embedding_law", self.embedding_law, (None, *LAWS))
+        _one_of("embedding", self.embedding, ("masked", "frozen", "trained"))
+        _one_of("state", self.state, ("scores", "ticket"))
+        _one_of("rule", self.rule, ("edge_popup",))
+        if self.weight_generator != GENERATOR:
+            raise ValueError(
+                f"weight_generator {self.weight_generator!r} is not {GENERATOR!r}, the one of this version of hf_slt: its "
+                "weights cannot be drawn here; install the version that made the ticket"
+            )
+        if not 0 < self.density <= 1:
+            raise ValueError(f"density {self.density} is not in (0, 1]: it is the fraction of weights kept")
+        if not 0 <= self.seed < 2**64:
+            raise ValueError(f"seed {self.seed} is not in 0 .. 2**64 - 1")
+        if isinstance(self.qk_scale, str) and self.qk_scale != "paper":
+            raise ValueError(f"qk_scale {self.qk_scale!r} is neither 'paper' nor a number")
+        if not isinstance(self.qk_scale, str) and not (self.qk_scale > 0 and math.isfinite(self.qk_scale)):
+            raise ValueError(f"qk_scale {self.qk_scale} is not a positive number")
+        for name in ("n_layer", "n_head", "n_embd", "vocab_size", "n_positions"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)} is not positive")
+        for name in ("n_inner", "n_qk", "n_v"):
+            width = getattr(self, name)
+            if width is not None and width < 1:
+                raise ValueError(f"{name} {width} is not positive; None takes GPT-2's own width")
+            if width is None and name != "n_inner" and self.n_embd % self.n_head:
+                raise ValueError(
+                    f"n_embd {self.n_embd} is not a multiple of n_head {self.n_head}: change one of them, "
+                    "or give n_qk and n_v, the widths of a head"
+                )
+        for name in ("add_cross_attention", "reorder_and_upcast_attn"):
+            if getattr(self, name):
+                raise ValueError(f"{name}=True is not supported by supermask GPT-2; leave it False")
+
+    @property
+    def qk_width(self) -> int:
+        """Width of a query and of a key, per head."""
+        return self.n_qk if self.n_qk is not None else self.n_embd // self.n_head
+
+    @property
+    def v_width(self) -> int:
+        """Width of a value, per head."""
+        return self.n_v if self.n_v is not None else self.n_embd // self.n_head
+
+    @property
+    def mlp_width(self) -> int:
+        """Width of the hidden layer of an MLP."""
+        return self.n_inner if self.n_inner is not None else 4 * self.n_embd
+
+    def law_of(self, name: str) -> tuple[str, float]:
+        """Law and scale of the frozen tensor of this name, relative to the base model."""
+        leaf = name.rsplit(".", 1)[-1]
+        embedding = leaf in _EMBEDDINGS
+        law = self.embedding_law or self.law if embedding else self.law
+        scale = 1.0
+        if law in ("normal", "signed_constant"):
+            scale = self.initializer_range
+            if embedding and self.embedding_range is not None:
+                scale = self.embedding_range
+            if self.scale_with_width:
+                widening = _GPT2_WIDTH / self.n_embd
+                scale *= widening if embedding else math.sqrt(widening)
+            if leaf == "c_proj":
+                scale /= math.sqrt(2 * self.n_layer)
+        if leaf in ("query", "key"):
+            scale *= self.qk_width**0.25 if self.qk_scale == "paper" else self.qk_scale
+        return law, scale
+
+
+def _refuse_unknown(cls: type, extras: dict) -> None:
+    """A misspelled option must not be taken in silence, as transformers does."""
+    fields = {field.name for field in dataclasses.fields(cls)}
+    known = fields | _KNOWN_EXTRAS | set(cls.attribute_map)
+    known |= set(GenerationConfig().to_dict())
+    for name in extras:
+        if name not in known:
+            near = difflib.get_close_matches(name, fields | set(cls.attribute_map), n=1)
+            cure = f"did you mean {near[0]!r}?" if near else "see help(SupermaskGPT2Config)"
+            raise ValueError(f"unknown option {name!r} for SupermaskGPT2Config; {cure}")
+
+
+def _one_of(name: str, value: str | None, choices: tuple) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} {value!r} is not one of {', '.join(map(repr, choices))}")

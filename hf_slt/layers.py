@@ -1,0 +1,314 @@
+"""Layers whose weight is random, frozen and masked.
+
+A layer is in one of two states:
+
+    scores   weight = draw(seed, name)          buffer, never saved     y = x @ MaskedWeight(weight, scores)
+             scores                             parameter, float32
+    ticket   weight = draw(seed, name) * mask   buffer, never saved     y = x @ weight
+             mask                               buffer, one bit a weight, saved
+
+An embedding may also be `frozen` (nothing to learn or to save) or `trained` (weight is a parameter).
+
+What the weight was made from is remembered by identity and version. Whatever replaces the mask or
+the weight (a load, a move, a cast back from half precision) is seen at the next forward, and the
+weight is drawn again: it is never stale.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .configuration_supermask_gpt2 import SupermaskGPT2Config
+from .masking import RULES, MaskedWeight, Selector, keep_largest, kept_count, traced_mask
+from .random_weights import digest, draw
+from .ticket import pack_mask, unpack_mask
+
+
+@dataclass(frozen=True)
+class Part:
+    """One named random tensor with a mask of its own: a whole weight, or some columns of a fused one."""
+
+    name: str  # what it is drawn by, relative to the base model: "h.0.attn.c_attn.query"
+    prefix: str  # of its attributes in the layer: "query_" gives query_scores, query_mask
+    shape: tuple[int, int]
+    columns: slice
+
+    @property
+    def size(self) -> int:
+        return self.shape[0] * self.shape[1]
+
+
+class _Stamp:
+    """A tensor as it stands: equal to another stamp of the same tensor, unless written in between.
+
+    Holds the tensor, not its address, which the allocator may give to another.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.version = 0 if tensor.is_inference() else tensor._version
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Stamp) and self.tensor is other.tensor and self.version == other.version
+
+    __hash__ = None
+
+
+class SupermaskLayer(nn.Module):
+    """A frozen random matrix under a mask; what the three layers below have in common.
+
+    `widths` splits the columns into parts that are drawn, ranked and masked separately.
+    """
+
+    def __init__(
+        self,
+        config: SupermaskGPT2Config,
+        name: str,
+        shape: tuple[int, int],
+        widths: dict[str, int] | None = None,
+        learns: str = "masked",
+    ) -> None:
+        nn.Module.__init__(self)  # by name: a subclass may also be an nn.Linear or nn.Embedding
+        self.seed, self.rule, self.density = config.seed, config.rule, config.density
+        self.in_ticket = config.state == "ticket"
+        self.learns = learns if learns != "masked" else config.state  # scores, ticket, frozen or trained
+        self.shape = shape
+        self.parts = tuple(_parts(name, shape, widths))
+        self.laws = {part.name: config.law_of(part.name) for part in self.parts}
+        self.weight_digests: dict[str, str] = {}  # of the last draw, before masking; filled in a ticket
+        self._selectors = {part.name: Selector() for part in self.parts}
+        self._masked: Tensor | None = None  # scores: weight * mask, reused while both stand
+        self._masks: dict[str, Tensor] = {}  # scores: the masks in it
+        self._filled: dict[str, _Stamp] = {}  # first values, as drawn
+        self._made_from: list[_Stamp] = []  # what the weight was made from
+
+        weight = torch.empty(shape)
+        if self.learns == "trained":
+            self.weight = nn.Parameter(weight, requires_grad=not self.in_ticket)
+        else:
+            self.register_buffer("weight", weight, persistent=False)
+        for part in self.parts:
+            if self.learns == "scores":
+                scores = nn.Parameter(torch.empty(part.shape, dtype=torch.float32))
+                self.register_parameter(part.prefix + "scores", scores)
+            elif self.learns == "ticket":
+                packed = torch.empty(-(-part.size // 8), dtype=torch.uint8)
+                self.register_buffer(part.prefix + "mask", packed)
+        if not weight.is_meta:
+            self.reset()
+
+    # -- what transformers calls -----------------------------------------------------------------
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Draw everything that was not loaded: transformers' `_init_weights` for this layer."""
+        for part in self.parts:
+            if self.learns == "scores":
+                self._fill(part.prefix + "scores", lambda part=part: self.first_scores(part))
+            elif self.learns == "ticket":
+                self._fill(part.prefix + "mask", lambda part=part: pack_mask(self.first_mask(part)))
+            elif self.learns == "trained":
+                self._fill("weight", lambda part=part: self.frozen_weight(part))
+        if self.learns != "trained" and not self._is_current():
+            self.materialise()
+
+    def _fill(self, name: str, values: Callable[[], np.ndarray]) -> None:
+        tensor = getattr(self, name)
+        # Not what a checkpoint gave, nor twice: transformers calls this again after __init__.
+        if not getattr(tensor, "_is_hf_initialized", False) and self._filled.get(name) != _Stamp(tensor):
+            tensor.copy_(torch.from_numpy(values()))
+            self._filled[name] = _Stamp(tensor)
+
+    def _apply(self, fn, recurse=True):
+        """Move with the model, but keep the scores in float32: bfloat16 would tie them by the thousand."""
+        names = [part.prefix + "scores" for part in self.parts if self.learns == "scores"]
+        before = {name: getattr(self, name) for name in names}
+        super()._apply(fn, recurse)
+        for name, old in before.items():
+            new = getattr(self, name)
+            if new.dtype != torch.float32 and not new.is_meta:
+                new.data = old.detach().to(new.device, torch.float32)
+        return self
+
+    # -- random numbers --------------------------------------------------------------------------
+
+    def frozen_weight(self, part: Part) -> np.ndarray:
+        """The random tensor of a part, before any mask, in float32."""
+        return draw(self.seed, part.name, part.shape, *self.laws[part.name])
+
+    def first_scores(self, part: Part) -> np.ndarray:
+        """Edge-popup's first scores, kaiming_uniform(a=sqrt 5): U[-1, 1] / sqrt(fan in)."""
+        return draw(self.seed, part.name + ".scores", part.shape, "uniform", 1 / math.sqrt(self.fan_in))
+
+    def first_mask(self, part: Part) -> np.ndarray:
+        """The mask of the first scores: what a ticket is before anything was learned."""
+        ranked = RULES[self.rule].rank(torch.from_numpy(self.first_scores(part)))
+        return keep_largest(ranked, kept_count(self.density, part.size)).numpy()
+
+    @property
+    def fan_in(self) -> int:
+        return self.shape[0]
+
+    # -- masks -----------------------------------------------------------------------------------
+
+    def _select(self, part: Part, scores: Tensor) -> Tensor:
+        ranked = RULES[self.rule].rank(scores.detach())
+        return self._selectors[part.name].select(ranked, kept_count(self.density, part.size))
+
+    def mask_of(self, part: Part) -> Tensor:
+        """The boolean mask of a part, as it stands."""
+        if self.learns == "scores":
+            return self._select(part, getattr(self, part.prefix + "scores"))
+        if self.learns == "ticket":
+            packed = self.packed_mask(part)
+            return torch.from_numpy(unpack_mask(packed.cpu().numpy(), part.shape)).to(packed.device)
+        return torch.ones(part.shape, dtype=torch.bool, device=self.weight.device)
+
+    def packed_mask(self, part: Part) -> Tensor:
+        """The stored bits of a part's mask (ticket only)."""
+        packed = getattr(self, part.prefix + "mask")
+        if packed.is_meta:
+            raise RuntimeError(
+                f"the mask of {part.name} was offloaded and holds no data: load with offload_buffers=False, "
+                "masks are an eighth of a byte per weight"
+            )
+        return packed
+
+    @torch.no_grad()
+    def set_mask(self, part: Part, mask: np.ndarray) -> None:
+        """Put another mask on a part (ticket only)."""
+        if tuple(mask.shape) != part.shape:
+            raise ValueError(f"mask of {part.name} has shape {tuple(mask.shape)}, not {part.shape}")
+        self.packed_mask(part).copy_(torch.from_numpy(pack_mask(np.asarray(mask, bool))))
+
+    # -- weights ---------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def materialise(self) -> None:
+        """Draw the frozen weight into its buffer, times the mask in a ticket, in the buffer's dtype."""
+        weight = self.weight
+        for part in self.parts:
+            drawn = self.frozen_weight(part)
+            if self.in_ticket:
+                self.weight_digests[part.name] = digest(drawn)
+            if self.learns == "ticket":
+                drawn *= self.mask_of(part).cpu().numpy()
+            weight[:, part.columns].copy_(torch.from_numpy(drawn))
+        self._made_from = self._sources()
+
+    def masked_weight(self) -> Tensor:
+        """The weight that this layer computes with, differentiable in its scores."""
+        if self.learns == "trained":
+            return self.weight
+        traced = torch.compiler.is_compiling()
+        if self.learns != "scores":
+            if not traced and not self._is_current():
+                self.materialise()
+            return self.weight
+        scores = [getattr(self, part.prefix + "scores") for part in self.parts]
+        if traced or not all(isinstance(one, nn.Parameter) for one in scores):  # torch.func passes plain tensors
+            masks = [
+                traced_mask(RULES[self.rule].rank(one), kept_count(self.density, part.size))
+                for part, one in zip(self.parts, scores, strict=True)
+            ]
+            masked = self.weight * torch.cat(masks, -1)
+        else:
+            masked = self._current_masked(scores)
+        return MaskedWeight.apply(masked, self.weight, self.rule, *scores)
+
+    def _current_masked(self, scores: list[Tensor]) -> Tensor:
+        """weight * mask, rewritten only for the parts whose mask is no longer the one in it."""
+        # Outside inference mode: what is made there could never be saved for a backward.
+        with torch.inference_mode(False), torch.no_grad():
+            if not self._is_current():
+                self.materialise()
+                self._masks.clear()
+            if self._masked is None or not self._masks:
+                self._masked = torch.empty_like(self.weight)
+            for part, one in zip(self.parts, scores, strict=True):
+                mask = self._select(part, one)
+                known = self._masks.get(part.name)
+                if known is None or not torch.equal(mask, known):
+                    self._masks[part.name] = mask
+                    columns = part.columns
+                    torch.mul(self.weight[:, columns], mask, out=self._masked[:, columns])
+            return self._masked
+
+    # -- is it still what it was made from? --------------------------------------------------------
+
+    def _sources(self) -> list[_Stamp]:
+        masks = [getattr(self, part.prefix + "mask") for part in self.parts if self.learns == "ticket"]
+        return [_Stamp(tensor) for tensor in (self.weight, *masks)]
+
+    def _is_current(self) -> bool:
+        return self._sources() == self._made_from
+
+    def _load_from_state_dict(self, *args, **kwargs) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        # At once, not at the next forward: a compiled forward does not look.
+        if self.learns == "ticket" and not self.weight.is_meta and not self._is_current():
+            self.materialise()
+
+
+class SupermaskLinear(SupermaskLayer):
+    """y = x @ (weight * mask), the weight stored (in, out) like GPT-2's Conv1D; no bias."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden @ self.masked_weight()
+
+    def extra_repr(self) -> str:
+        return f"{self.shape[0]}, {self.shape[1]}, density={self.density}, learns={self.learns}"
+
+
+class SupermaskEmbedding(SupermaskLayer, nn.Embedding):
+    """Rows of a masked random table; also its transpose, so that a tied table is masked once."""
+
+    def __init__(self, config: SupermaskGPT2Config, name: str, rows: int) -> None:
+        super().__init__(config, name, (rows, config.n_embd), learns=config.embedding)
+        self.num_embeddings, self.embedding_dim = rows, config.n_embd
+        self.padding_idx, self.max_norm, self.norm_type = None, None, 2.0
+        self.scale_grad_by_freq, self.sparse = False, False
+
+    @property
+    def fan_in(self) -> int:
+        return self.shape[1]
+
+    def forward(self, input: Tensor, unembed: bool = False) -> Tensor:
+        """Rows of the token ids, or with `unembed` the logits of hidden states.
+
+        Both directions go through one forward, so that hooks (offload, sharding) see either use.
+        """
+        if unembed:
+            return F.linear(input, self.masked_weight())
+        return F.embedding(input, self.masked_weight())
+
+
+class SupermaskHead(SupermaskLayer, nn.Linear):
+    """Logits from hidden states, the weight stored (out, in) like nn.Linear; no bias."""
+
+    def __init__(self, config: SupermaskGPT2Config, name: str, outputs: int, learns: str = "masked") -> None:
+        super().__init__(config, name, (outputs, config.n_embd), learns=learns)
+        self.in_features, self.out_features = config.n_embd, outputs
+        self.register_parameter("bias", None)
+
+    @property
+    def fan_in(self) -> int:
+        return self.shape[1]
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input, self.masked_weight())
+
+
+def _parts(name: str, shape: tuple[int, int], widths: dict[str, int] | None) -> Iterator[Part]:
+    if widths is None:
+        yield Part(name, "", shape, slice(0, shape[1]))
+        return
+    start = 0
+    for label, width in widths.items():
+        yield Part(f"{name}.{label}", f"{label}_", (shape[0], width), slice(start, start + width))
+        start += width

@@ -1,0 +1,583 @@
+"""Supermask GPT-2: GPT-2's computation with layers that are drawn from a seed and masked.
+
+    block(x) = h + mlp(ln_2(h)),  h = x + attention(ln_1(x))         # as GPT-2; no biases, and
+                                                                     # LayerNorm without gain and shift
+The attention is GPT-2's, with query/key and value widths of their own:
+
+    softmax(q k^T / sqrt(n_qk)) v,   [q, k, v] = x @ c_attn,   heads * (2 n_qk + n_v) columns
+
+One class serves training (`config.state == "scores"`) and inference (`"ticket"`); see `layers.py`.
+"""
+
+import copy
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import (
+    GenerationMixin,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    GPT2LMHeadModel,
+    GPT2Model,
+    PreTrainedModel,
+)
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.dynamic_module_utils import custom_object_save
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    CausalLMOutputWithPast,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import cached_file, can_return_tuple
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
+
+from .configuration_supermask_gpt2 import SupermaskGPT2Config
+from .layers import Part, SupermaskEmbedding, SupermaskHead, SupermaskLayer, SupermaskLinear
+from .random_weights import digest
+from .ticket import (
+    CONFIG_FILE,
+    MASK_FILE,
+    Entry,
+    Header,
+    TicketError,
+    check_config,
+    check_weights,
+    mask_digest,
+    pack_mask,
+    read_arrays,
+    read_header,
+    staged,
+    write_masks,
+)
+
+_AUTO_MAP = {
+    "AutoConfig": "configuration_supermask_gpt2.SupermaskGPT2Config",
+    "AutoModel": "modeling_supermask_gpt2.SupermaskGPT2Model",
+    "AutoModelForCausalLM": "modeling_supermask_gpt2.SupermaskGPT2LMHeadModel",
+    "AutoModelForSequenceClassification": "modeling_supermask_gpt2.SupermaskGPT2ForSequenceClassification",
+}
+_HEADS = ("lm_head", "score")  # may be absent from a ticket that was trained with another head
+_DOWNLOAD_OPTIONS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
+_HUB_OPTIONS = ("repo_id", "commit_message", "private", "token", "revision", "create_pr")
+
+
+def eager_attention(
+    module: nn.Module,
+    query: Tensor,  # batch, heads, queries, n_qk
+    key: Tensor,  # batch, heads, keys, n_qk
+    value: Tensor,  # batch, heads, keys, n_v
+    attention_mask: Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs,
+) -> tuple[Tensor, Tensor]:
+    logits = query @ key.transpose(-1, -2) * scaling
+    if attention_mask is not None:
+        logits = logits + attention_mask
+    shares = nn.functional.softmax(logits, dim=-1).to(value.dtype)
+    shares = nn.functional.dropout(shares, p=dropout, training=module.training)
+    return (shares @ value).transpose(1, 2), shares
+
+
+class SupermaskGPT2Attention(nn.Module):
+    def __init__(self, config: SupermaskGPT2Config, layer_idx: int) -> None:
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.is_causal = True
+        self.qk_width, self.v_width = config.qk_width, config.v_width
+        qk, v = config.n_head * self.qk_width, config.n_head * self.v_width
+        self.widths = {"query": qk, "key": qk, "value": v}
+        self.scaling = self.qk_width**-0.5 if config.scale_attn_weights else 1.0
+        if config.scale_attn_by_inverse_layer_idx:
+            self.scaling /= layer_idx + 1
+        name = f"h.{layer_idx}.attn"
+        self.c_attn = SupermaskLinear(config, f"{name}.c_attn", (config.n_embd, 2 * qk + v), self.widths)
+        self.c_proj = SupermaskLinear(config, f"{name}.c_proj", (v, config.n_embd))
+        self.dropout = config.attn_pdrop
+        self.resid_dropout = nn.Dropout(config.resid_pdrop)
+
+    def forward(
+        self,
+        hidden_states: Tensor,  # batch, length, n_embd
+        past_key_values: Cache | None = None,
+        attention_mask: Tensor | None = None,
+        **kwargs,
+    ) -> tuple[Tensor, Tensor | None]:
+        query, key, value = (
+            part.unflatten(-1, (self.config.n_head, -1)).transpose(1, 2)
+            for part in self.c_attn(hidden_states).split(list(self.widths.values()), dim=-1)
+        )
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention
+        )
+        mixed, shares = attend(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=self.dropout if self.training else 0.0,
+            scaling=self.scaling,
+            **kwargs,
+        )
+        mixed = mixed.flatten(-2).contiguous()  # batch, length, heads * n_v
+        return self.resid_dropout(self.c_proj(mixed)), shares
+
+
+class SupermaskGPT2MLP(nn.Module):
+    def __init__(self, config: SupermaskGPT2Config, layer_idx: int) -> None:
+        super().__init__()
+        width, name = config.mlp_width, f"h.{layer_idx}.mlp"
+        self.c_fc = SupermaskLinear(config, f"{name}.c_fc", (config.n_embd, width))
+        self.c_proj = SupermaskLinear(config, f"{name}.c_proj", (width, config.n_embd))
+        self.act = ACT2FN[config.activation_function]
+        self.dropout = nn.Dropout(config.resid_pdrop)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.dropout(self.c_proj(self.act(self.c_fc(hidden_states))))
+
+
+class SupermaskGPT2Block(GradientCheckpointingLayer):
+    def __init__(self, config: SupermaskGPT2Config, layer_idx: int) -> None:
+        super().__init__()
+        self.ln_1 = _layer_norm(config)
+        self.attn = SupermaskGPT2Attention(config, layer_idx)
+        self.ln_2 = _layer_norm(config)
+        self.mlp = SupermaskGPT2MLP(config, layer_idx)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        past_key_values: Cache | None = None,
+        attention_mask: Tensor | None = None,
+        **kwargs,
+    ) -> Tensor:
+        attended, _ = self.attn(self.ln_1(hidden_states), past_key_values, attention_mask, **kwargs)
+        hidden_states = attended + hidden_states
+        return hidden_states + self.mlp(self.ln_2(hidden_states))
+
+
+def _layer_norm(config: SupermaskGPT2Config) -> nn.Module:
+    if not config.layer_norm:
+        return nn.Identity()
+    return nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon, elementwise_affine=False)
+
+
+class SupermaskGPT2PreTrainedModel(PreTrainedModel):
+    """Loading, saving and turning into stock GPT-2; what all supermask GPT-2 models share."""
+
+    config: SupermaskGPT2Config
+    config_class = SupermaskGPT2Config
+    _stock_class: ClassVar[type[PreTrainedModel]]
+    base_model_prefix = "transformer"
+    input_modalities = ("text",)
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["SupermaskGPT2Block"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+    _can_record_outputs = {
+        "hidden_states": SupermaskGPT2Block,
+        "attentions": OutputRecorder(SupermaskGPT2Attention, layer_name=".attn", index=1),
+    }
+    _keep_in_fp32_modules_strict = {"scores"}  # 16 bits would tie them
+
+    def __init__(self, config: SupermaskGPT2Config, *args, **kwargs) -> None:
+        if config.qk_width != config.v_width:
+            self._supports_flash_attn = False  # its kernels take one head width
+        super().__init__(config, *args, **kwargs)
+
+    def post_init(self) -> None:
+        super().post_init()
+        # Every process draws the same weights; DDP would send them round before each forward.
+        self._ddp_params_and_buffers_to_ignore = [
+            f"{path}.weight" for path, layer in self._layers() if layer.learns != "trained"
+        ]
+
+    # transformers asks the first parameter; a ticket has none, and scores are float32 in any model.
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(layer.weight.dtype for _, layer in self._layers())
+
+    @property
+    def device(self) -> torch.device:
+        return next(layer.weight.device for _, layer in self._layers())
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, SupermaskLayer):
+            module.reset()
+        else:
+            super()._init_weights(module)
+
+    def _layers(self) -> Iterator[tuple[str, SupermaskLayer]]:
+        return ((path, module) for path, module in self.named_modules() if isinstance(module, SupermaskLayer))
+
+    def _parts(self) -> Iterator[tuple[str, SupermaskLayer, Part]]:
+        return ((path, layer, part) for path, layer in self._layers() for part in layer.parts)
+
+    # -- masks -----------------------------------------------------------------------------------
+
+    def masks(self) -> dict[str, np.ndarray]:
+        """Every mask by tensor name, as boolean arrays."""
+        return {
+            part.name: layer.mask_of(part).cpu().numpy()
+            for _, layer, part in self._parts()
+            if layer.learns in ("scores", "ticket")
+        }
+
+    @classmethod
+    def from_masks(cls, config: SupermaskGPT2Config, masks: Mapping[str, np.ndarray], **kwargs):
+        """A ticket, in memory, of these masks by tensor name; all that the configuration has are needed."""
+        config = copy.deepcopy(config)
+        config.state, config.mask_digest = "ticket", None
+        model = cls(config, **kwargs).eval()
+        missing = dict(masks)
+        for _, layer, part in model._parts():
+            if layer.learns == "ticket":
+                if part.name not in missing:
+                    raise ValueError(f"no mask for {part.name}")
+                layer.set_mask(part, missing.pop(part.name))
+        if missing:
+            raise ValueError(f"the configuration has no tensor {sorted(missing)[0]}")
+        return model
+
+    def to_ticket(self):
+        """This model as a ticket, in memory: masks in place of scores."""
+        ticket = self.from_masks(self.config, self.masks())
+        with torch.no_grad():
+            for name, values in self.state_dict().items():
+                if not name.endswith(("scores", "mask")):  # trained embeddings
+                    ticket.get_parameter(name).copy_(values)
+        return ticket.to(self.device, self.dtype)
+
+    def regenerate(self) -> None:
+        """Draw every frozen weight again in the present dtype: undoes what a cast to 16 bits lost."""
+        for _, layer in self._layers():
+            if layer.learns != "trained":
+                layer.materialise()
+
+    # -- saving ----------------------------------------------------------------------------------
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike, is_main_process: bool = True, push_to_hub: bool = False, **kwargs
+    ) -> None:
+        """As in transformers, but atomic: the scores to go on from, or the ticket if this is one."""
+        hub = {name: kwargs.pop(name) for name in _HUB_OPTIONS if name in kwargs}
+        if self.config.state == "ticket":
+            if is_main_process:
+                self.save_ticket(save_directory)
+        else:
+            self.config.auto_map = dict(_AUTO_MAP)
+            with staged(save_directory, keep=is_main_process) as stage:
+                super().save_pretrained(stage, is_main_process=is_main_process, **kwargs)
+        if push_to_hub and is_main_process:
+            self.push_to_hub(hub.pop("repo_id", Path(save_directory).name), **hub)
+
+    def save_ticket(self, save_directory: str | os.PathLike) -> Header:
+        """Write config, packed masks and the code that loads them; no weight is inside.
+
+        What else is in the folder (tokenizer, card) stays; weights of an earlier save are removed.
+        """
+        entries, arrays = self._entries()
+        config = copy.deepcopy(self.config)
+        config.state, config.mask_digest = "ticket", mask_digest(entries)
+        config.architectures = [type(self).__name__]
+        config.dtype = str(self.dtype).removeprefix("torch.")
+        config.auto_map = dict(_AUTO_MAP)
+        header = Header(
+            seed=config.seed,
+            density=config.density,
+            rule=config.rule,
+            mask_digest=config.mask_digest,
+            config=json.loads(config.to_json_string()),
+            tensors=entries,
+        )
+        with staged(save_directory) as stage:
+            write_masks(stage, header, arrays)
+            config.save_pretrained(stage)
+            if self.can_generate():
+                self.generation_config.save_pretrained(stage)
+            custom_object_save(self, stage)
+        return header
+
+    def _entries(self) -> tuple[dict[str, Entry], dict[str, np.ndarray]]:
+        """Description of every tensor, and the arrays to store by key of the state dict."""
+        entries, arrays = {}, {}
+        for path, layer, part in self._parts():
+            law, scale = layer.laws[part.name]
+            if layer.learns == "trained":
+                key = f"{path}.weight"
+                arrays[key] = layer.weight.detach().float().cpu().numpy()
+                entries[part.name] = Entry(part.shape, key, data_sha256=digest(arrays[key]))
+                continue
+            entry = Entry(part.shape, None, law, scale, weight_sha256=digest(layer.frozen_weight(part)))
+            if layer.learns != "frozen":
+                key = f"{path}.{part.prefix}mask"
+                mask = layer.mask_of(part).cpu().numpy()
+                arrays[key] = pack_mask(mask)
+                entry = dataclasses.replace(entry, key=key, kept=int(mask.sum()), data_sha256=digest(arrays[key]))
+            entries[part.name] = entry
+        return entries, arrays
+
+    def ledger(self) -> dict[str, int]:
+        """Bytes of everything in the ticket that follows from neither seed nor mask, by tensor name.
+
+        Empty for a model of masks only; float32 values where embeddings are trained.
+        """
+        return {part.name: 4 * part.size for _, layer, part in self._parts() if layer.learns == "trained"}
+
+    # -- loading ---------------------------------------------------------------------------------
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
+        """As in transformers; a ticket is checked in full, and a fault in it raises `TicketError`."""
+        source = pretrained_model_name_or_path
+        if source is None or kwargs.get("state_dict") is not None:
+            return super().from_pretrained(source, *args, **kwargs)
+        where = {name: kwargs[name] for name in _DOWNLOAD_OPTIONS if kwargs.get(name) is not None}
+        try:
+            loaded = super().from_pretrained(source, *args, **kwargs)
+        except (OSError, RuntimeError, ValueError, KeyError, SafetensorError):
+            if path := _mask_path(source, where):  # is it the ticket's fault? then say so by name
+                header = read_header(path)
+                read_arrays(path, header)
+                check_config(path, header, json.loads(Path(path).with_name(CONFIG_FILE).read_text()))
+            raise
+        model = loaded[0] if kwargs.get("output_loading_info") else loaded
+        if model.config.state == "ticket":
+            model._check_loaded(source, where, bool(kwargs.get("ignore_mismatched_sizes")))
+        return loaded
+
+    def _check_loaded(self, source: str | os.PathLike, where: dict, ignore_mismatched_sizes: bool) -> None:
+        """Raise TicketError unless every weight in this model is the one that the ticket was made with."""
+        path = _mask_path(source, where)
+        if path is None:
+            raise TicketError(f"{source}: {CONFIG_FILE} describes a ticket, but there is no {MASK_FILE}")
+        header = read_header(path)
+        arrays = read_arrays(path, header)
+        if header.mask_digest != self.config.mask_digest or header.seed != self.config.seed:
+            check_config(path, header, self.config.to_dict())
+        for _, layer, part in self._parts():
+            entry = header.tensors.get(part.name)
+            if entry is None:
+                if part.name in _HEADS:
+                    continue  # a new head on a trained ticket: transformers has warned of it
+                raise TicketError(f"{path}: no mask for {part.name}; it belongs to a smaller model")
+            if entry.shape != part.shape:
+                if ignore_mismatched_sizes:
+                    continue
+                raise TicketError(f"{path}: {part.name} has shape {entry.shape}, the model wants {part.shape}")
+            if layer.learns == "trained":
+                layer.weight.requires_grad_(False)
+                continue
+            if (entry.law, entry.scale) != layer.laws[part.name]:
+                raise TicketError(
+                    f"{path}: {part.name} was drawn by law and scale {entry.law, entry.scale}, the configuration "
+                    f"says {layer.laws[part.name]}"
+                )
+            check_weights(path, part.name, entry, layer.weight_digests[part.name])
+            if layer.learns == "ticket" and not np.array_equal(layer.packed_mask(part).cpu(), arrays[part.name]):
+                raise TicketError(f"{path}: the mask of {part.name} was not loaded; see the load report above")
+
+    # -- out of the library ----------------------------------------------------------------------
+
+    def merge_and_unload(self) -> PreTrainedModel:
+        """A stock GPT-2 with the masked weights: the same logits, no code of ours, ordinary size."""
+        config = self.config
+        if not config.layer_norm:
+            raise ValueError("stock GPT-2 always has LayerNorm; a model with layer_norm=False cannot be merged")
+        width = config.n_embd / config.n_head
+        if not config.qk_width == config.v_width == width:
+            raise ValueError(
+                f"stock GPT-2 has heads of n_embd / n_head = {width:g}; n_qk {config.qk_width} and n_v "
+                f"{config.v_width} cannot be merged"
+            )
+        names = {field.name for field in dataclasses.fields(GPT2Config)} - {"architectures"}
+        stock_config = GPT2Config(**{name: getattr(config, name) for name in names})
+        stock_config._attn_implementation = config._attn_implementation
+        with torch.device("meta"):
+            stock = self._stock_class(stock_config)
+        weights = {f"{path}.weight": layer.masked_weight().detach().clone() for path, layer in self._layers()}
+        for name, meta in stock.state_dict().items():
+            if name not in weights:  # biases, and LayerNorm's gain
+                value = 1.0 if re.search(r"ln_\w+\.weight$", name) else 0.0
+                weights[name] = torch.full(meta.shape, value, dtype=self.dtype, device=self.device)
+        if config.tie_word_embeddings and "lm_head.weight" in weights:
+            weights["lm_head.weight"] = weights["transformer.wte.weight"]
+        stock.load_state_dict(weights, assign=True)
+        stock.tie_weights()
+        stock.train(self.training)
+        if self.can_generate():
+            stock.generation_config = copy.deepcopy(self.generation_config)
+        return stock
+
+
+def _mask_path(source: str | os.PathLike, where: dict) -> str | None:
+    """The local path of a ticket's mask file, from a folder or the Hub's cache; None if there is none."""
+    return cached_file(
+        source,
+        MASK_FILE,
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+        **where,
+    )
+
+
+class SupermaskGPT2Model(SupermaskGPT2PreTrainedModel):
+    """The bare transformer: token ids to hidden states."""
+
+    _stock_class = GPT2Model
+
+    def __init__(self, config: SupermaskGPT2Config) -> None:
+        super().__init__(config)
+        self.wte = SupermaskEmbedding(config, "wte", config.vocab_size)
+        self.wpe = SupermaskEmbedding(config, "wpe", config.n_positions)
+        self.drop = nn.Dropout(config.embd_pdrop)
+        self.h = nn.ModuleList([SupermaskGPT2Block(config, index) for index in range(config.n_layer)])
+        self.ln_f = _layer_norm(config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.wte
+
+    def set_input_embeddings(self, new_embeddings: nn.Module) -> None:
+        self.wte = new_embeddings
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: Tensor | None = None,  # batch, length
+        past_key_values: Cache | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,  # batch, length, n_embd
+        use_cache: bool | None = None,
+        **kwargs,
+    ) -> BaseModelOutputWithPast:
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give either input_ids or inputs_embeds")
+        if input_ids is not None:
+            self.warn_if_padding_and_no_attention_mask(input_ids, attention_mask)
+            inputs_embeds = self.wte(input_ids)
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        if position_ids is None:
+            past = past_key_values.get_seq_length() if past_key_values is not None else 0
+            position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past
+            position_ids = position_ids.unsqueeze(0)
+        causal_mask = create_causal_mask(
+            config=self.config,
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            position_ids=position_ids,
+        )
+        hidden_states = inputs_embeds + self.wpe(position_ids).to(inputs_embeds.device)
+        if token_type_ids is not None:
+            hidden_states = hidden_states + self.wte(token_type_ids)
+        hidden_states = self.drop(hidden_states)
+        for block in self.h:
+            hidden_states = block(
+                hidden_states,
+                past_key_values if not (self.gradient_checkpointing and self.training) else None,
+                causal_mask,
+                position_ids=position_ids,
+                **kwargs,
+            )
+        return BaseModelOutputWithPast(
+            last_hidden_state=self.ln_f(hidden_states),
+            past_key_values=past_key_values if use_cache else None,
+        )
+
+
+class SupermaskGPT2LMHeadModel(SupermaskGPT2PreTrainedModel, GenerationMixin):
+    """The language model. A tied head is the token embedding itself, masked once for both uses."""
+
+    _stock_class = GPT2LMHeadModel
+
+    def __init__(self, config: SupermaskGPT2Config) -> None:
+        super().__init__(config)
+        self.transformer = SupermaskGPT2Model(config)
+        if not config.tie_word_embeddings:
+            self.lm_head = SupermaskHead(config, "lm_head", config.vocab_size, learns=config.embedding)
+        # By family, as the class name does not tell: else Trainer scales the loss by (length - 1) / length.
+        self.loss_type = "ForCausalLM"
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,  # batch, length; shifted inside, -100 is ignored
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs,
+    ) -> CausalLMOutputWithPast:
+        outputs = self.transformer(
+            input_ids,
+            past_key_values=past_key_values,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        hidden_states = outputs.last_hidden_state[:, kept, :]
+        if self.config.tie_word_embeddings:
+            logits = self.transformer.wte(hidden_states, unembed=True)
+        else:
+            logits = self.lm_head(hidden_states)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+class SupermaskGPT2ForSequenceClassification(GenericForSequenceClassification, SupermaskGPT2PreTrainedModel):
+    """Classification by the last token that is not padding; the head is masked too."""
+
+    base_model_prefix = "transformer"
+    _stock_class = GPT2ForSequenceClassification
+
+    def __init__(self, config: SupermaskGPT2Config) -> None:
+        SupermaskGPT2PreTrainedModel.__init__(self, config)  # only the forward is the generic one
+        self.num_labels = config.num_labels
+        self.transformer = SupermaskGPT2Model(config)
+        self.score = SupermaskHead(config, "score", config.num_labels)
+        self.post_init()
