@@ -1,4 +1,7 @@
-"""hf_slt: GPT-2 whose weights are never trained, only a seed and a mask. Importing it registers the Auto classes."""
+"""hf_slt: a GPT-2 whose weights are never trained, a seed and a mask.
+
+Importing it registers the model with transformers' Auto classes.
+"""
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 

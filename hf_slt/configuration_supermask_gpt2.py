@@ -9,11 +9,16 @@ Everything that fixes a frozen weight is here, so that a config and a seed are t
 import dataclasses
 import difflib
 import math
+from functools import cache
 from typing import Literal
 
+from huggingface_hub.dataclasses import strict
 from transformers import GenerationConfig, GPT2Config
+from transformers.utils import logging
 
 from .random_weights import GENERATOR, LAWS
+
+logger = logging.get_logger(__name__)
 
 # Keys that transformers itself passes or stores beside the declared fields.
 _KNOWN_EXTRAS = frozenset(
@@ -27,6 +32,7 @@ _EMBEDDINGS = ("wte", "wpe", "lm_head")
 _GPT2_WIDTH = 768  # the width that GPT-2's initializer_range of 0.02 was made for
 
 
+@strict
 class SupermaskGPT2Config(GPT2Config):
     """GPT-2 whose weights are drawn from `seed` and never trained; only a mask over them is learned.
 
@@ -56,7 +62,7 @@ class SupermaskGPT2Config(GPT2Config):
 
     >>> config = SupermaskGPT2Config(n_embd=512, n_head=8, n_layer=4, seed=7)
     >>> config.law_of("h.0.attn.c_attn.query")
-    ('normal', 0.0565685424949238)
+    ('normal', 0.05656854249492381)
     """
 
     model_type = "supermask_gpt2"
@@ -82,6 +88,18 @@ class SupermaskGPT2Config(GPT2Config):
         super().__post_init__(**kwargs)
         self.check()
 
+    @classmethod
+    def from_dict(cls, config_dict: dict, **kwargs):
+        """As in transformers. A key of a file that is no option is kept, with a warning, not an error."""
+        extras = {name: value for name, value in config_dict.items() if name not in _known(cls)}
+        for name in extras:
+            logger.warning(f"the configuration holds {name!r}, which is no option of SupermaskGPT2Config")
+        known = {name: value for name, value in config_dict.items() if name not in extras}
+        loaded = super().from_dict(known, **kwargs)
+        for name, value in extras.items():
+            setattr(loaded[0] if isinstance(loaded, tuple) else loaded, name, value)
+        return loaded
+
     def check(self) -> None:
         """Raise ValueError, naming the value and the cure, for an option that cannot be."""
         _one_of("law", self.law, LAWS)
@@ -91,8 +109,8 @@ class SupermaskGPT2Config(GPT2Config):
         _one_of("rule", self.rule, ("edge_popup",))
         if self.weight_generator != GENERATOR:
             raise ValueError(
-                f"weight_generator {self.weight_generator!r} is not {GENERATOR!r}, the one of this version of hf_slt: its "
-                "weights cannot be drawn here; install the version that made the ticket"
+                f"weight_generator {self.weight_generator!r} is not {GENERATOR!r}, the one of this version "
+                "of hf_slt: its weights cannot be drawn here; install the version that made the ticket"
             )
         if not 0 < self.density <= 1:
             raise ValueError(f"density {self.density} is not in (0, 1]: it is the fraction of weights kept")
@@ -149,20 +167,29 @@ class SupermaskGPT2Config(GPT2Config):
             if leaf == "c_proj":
                 scale /= math.sqrt(2 * self.n_layer)
         if leaf in ("query", "key"):
-            scale *= self.qk_width**0.25 if self.qk_scale == "paper" else self.qk_scale
+            # Two square roots: IEEE rounds them alike everywhere, which pow() does not promise.
+            paper = math.sqrt(math.sqrt(self.qk_width))
+            scale *= paper if isinstance(self.qk_scale, str) else self.qk_scale
         return law, scale
 
 
-def _refuse_unknown(cls: type, extras: dict) -> None:
+def _refuse_unknown(cls: type[GPT2Config], extras: dict) -> None:
     """A misspelled option must not be taken in silence, as transformers does."""
-    fields = {field.name for field in dataclasses.fields(cls)}
-    known = fields | _KNOWN_EXTRAS | set(cls.attribute_map)
-    known |= set(GenerationConfig().to_dict())
     for name in extras:
-        if name not in known:
-            near = difflib.get_close_matches(name, fields | set(cls.attribute_map), n=1)
+        if name not in _known(cls):
+            near = difflib.get_close_matches(name, [field.name for field in dataclasses.fields(cls)], n=1)
             cure = f"did you mean {near[0]!r}?" if near else "see help(SupermaskGPT2Config)"
             raise ValueError(f"unknown option {name!r} for SupermaskGPT2Config; {cure}")
+
+
+def _known(cls: type[GPT2Config]) -> set[str]:
+    declared = {field.name for field in dataclasses.fields(cls)} | set(cls.attribute_map)
+    return declared | _KNOWN_EXTRAS | _generation_options()
+
+
+@cache
+def _generation_options() -> frozenset[str]:  # transformers moves these to the generation config
+    return frozenset(GenerationConfig().to_dict())
 
 
 def _one_of(name: str, value: str | None, choices: tuple) -> None:

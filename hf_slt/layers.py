@@ -17,6 +17,7 @@ weight is drawn again: it is never stale.
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -56,7 +57,7 @@ class _Stamp:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Stamp) and self.tensor is other.tensor and self.version == other.version
 
-    __hash__ = None
+    __hash__ = None  # type: ignore[assignment]  # equal only for a moment
 
 
 class SupermaskLayer(nn.Module):
@@ -74,6 +75,7 @@ class SupermaskLayer(nn.Module):
         learns: str = "masked",
     ) -> None:
         nn.Module.__init__(self)  # by name: a subclass may also be an nn.Linear or nn.Embedding
+        self.weight: Any  # a buffer, or a parameter where it is trained
         self.seed, self.rule, self.density = config.seed, config.rule, config.density
         self.in_ticket = config.state == "ticket"
         self.learns = learns if learns != "masked" else config.state  # scores, ticket, frozen or trained
@@ -109,19 +111,19 @@ class SupermaskLayer(nn.Module):
         """Draw everything that was not loaded: transformers' `_init_weights` for this layer."""
         for part in self.parts:
             if self.learns == "scores":
-                self._fill(part.prefix + "scores", lambda part=part: self.first_scores(part))
+                self._fill(part.prefix + "scores", self.first_scores, part)
             elif self.learns == "ticket":
-                self._fill(part.prefix + "mask", lambda part=part: pack_mask(self.first_mask(part)))
+                self._fill(part.prefix + "mask", self.first_mask, part)
             elif self.learns == "trained":
-                self._fill("weight", lambda part=part: self.frozen_weight(part))
+                self._fill("weight", self.frozen_weight, part)
         if self.learns != "trained" and not self._is_current():
             self.materialise()
 
-    def _fill(self, name: str, values: Callable[[], np.ndarray]) -> None:
+    def _fill(self, name: str, values: Callable[[Part], np.ndarray], part: Part) -> None:
         tensor = getattr(self, name)
         # Not what a checkpoint gave, nor twice: transformers calls this again after __init__.
         if not getattr(tensor, "_is_hf_initialized", False) and self._filled.get(name) != _Stamp(tensor):
-            tensor.copy_(torch.from_numpy(values()))
+            tensor.copy_(torch.from_numpy(values(part)))
             self._filled[name] = _Stamp(tensor)
 
     def _apply(self, fn, recurse=True):
@@ -146,9 +148,9 @@ class SupermaskLayer(nn.Module):
         return draw(self.seed, part.name + ".scores", part.shape, "uniform", 1 / math.sqrt(self.fan_in))
 
     def first_mask(self, part: Part) -> np.ndarray:
-        """The mask of the first scores: what a ticket is before anything was learned."""
+        """The packed mask of the first scores: what a ticket is before anything was learned."""
         ranked = RULES[self.rule].rank(torch.from_numpy(self.first_scores(part)))
-        return keep_largest(ranked, kept_count(self.density, part.size)).numpy()
+        return pack_mask(keep_largest(ranked, kept_count(self.density, part.size)).numpy())
 
     @property
     def fan_in(self) -> int:
@@ -178,6 +180,11 @@ class SupermaskLayer(nn.Module):
                 "masks are an eighth of a byte per weight"
             )
         return packed
+
+    def is_untrained(self, part: Part) -> bool:
+        """Whether a mask is still the one of the first scores, because none was loaded (ticket only)."""
+        name = part.prefix + "mask"
+        return self._filled.get(name) == _Stamp(getattr(self, name))
 
     @torch.no_grad()
     def set_mask(self, part: Part, mask: np.ndarray) -> None:
@@ -211,7 +218,9 @@ class SupermaskLayer(nn.Module):
                 self.materialise()
             return self.weight
         scores = [getattr(self, part.prefix + "scores") for part in self.parts]
-        if traced or not all(isinstance(one, nn.Parameter) for one in scores):  # torch.func passes plain tensors
+        if traced or not all(
+            isinstance(one, nn.Parameter) for one in scores
+        ):  # torch.func passes plain tensors
             masks = [
                 traced_mask(RULES[self.rule].rank(one), kept_count(self.density, part.size))
                 for part, one in zip(self.parts, scores, strict=True)
@@ -238,6 +247,22 @@ class SupermaskLayer(nn.Module):
                     columns = part.columns
                     torch.mul(self.weight[:, columns], mask, out=self._masked[:, columns])
             return self._masked
+
+    @torch.no_grad()
+    def resized(self, config: SupermaskGPT2Config, rows: int):
+        """This table with other rows: those in both keep what they learned, new ones are drawn."""
+        (part,) = self.parts
+        new = type(self)(config, part.name, rows)  # type: ignore[arg-type]  # as the two tables below
+        new = new.to(self.weight.device, self.weight.dtype)
+        both = min(rows, self.shape[0])
+        if self.learns == "ticket":
+            mask = new.mask_of(new.parts[0])
+            mask[:both] = self.mask_of(part)[:both]
+            new.set_mask(new.parts[0], mask.cpu().numpy())
+        elif self.learns in ("scores", "trained"):
+            name = "scores" if self.learns == "scores" else "weight"
+            getattr(new, name)[:both] = getattr(self, name)[:both]
+        return new.train(self.training)
 
     # -- is it still what it was made from? --------------------------------------------------------
 
@@ -291,7 +316,8 @@ class SupermaskEmbedding(SupermaskLayer, nn.Embedding):
 class SupermaskHead(SupermaskLayer, nn.Linear):
     """Logits from hidden states, the weight stored (out, in) like nn.Linear; no bias."""
 
-    def __init__(self, config: SupermaskGPT2Config, name: str, outputs: int, learns: str = "masked") -> None:
+    def __init__(self, config: SupermaskGPT2Config, name: str, outputs: int) -> None:
+        learns = config.embedding if name == "lm_head" else "masked"
         super().__init__(config, name, (outputs, config.n_embd), learns=learns)
         self.in_features, self.out_features = config.n_embd, outputs
         self.register_parameter("bias", None)

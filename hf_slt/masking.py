@@ -105,7 +105,9 @@ def _kth_largest(flat: Tensor, count: int) -> Tensor:
         return _sorted_kth(flat, count)
     sample = flat[:: size // _SAMPLE].sort(descending=True).values
     place = count * len(sample) / size
-    slack = 4 * max(1.0, (place * (1 - place / len(sample))) ** 0.5)  # 4 standard deviations, if it were random
+    slack = 4 * max(
+        1.0, (place * (1 - place / len(sample))) ** 0.5
+    )  # 4 standard deviations, if it were random
     above, below = int(place - slack), int(place + slack) + 1
     high = sample[above] if above >= 0 else None
     low = sample[below] if below < len(sample) else None

@@ -28,6 +28,7 @@ from transformers import (
     GPT2ForSequenceClassification,
     GPT2LMHeadModel,
     GPT2Model,
+    PreTrainedConfig,
     PreTrainedModel,
 )
 from transformers.activations import ACT2FN
@@ -40,7 +41,7 @@ from transformers.modeling_outputs import (
     CausalLMOutputWithPast,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils import cached_file, can_return_tuple
+from transformers.utils import cached_file, can_return_tuple, logging
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
@@ -50,11 +51,14 @@ from .random_weights import digest
 from .ticket import (
     CONFIG_FILE,
     MASK_FILE,
+    METADATA_KEY,
+    MODEL_FILE,
     Entry,
     Header,
     TicketError,
     check_config,
     check_weights,
+    has_header,
     mask_digest,
     pack_mask,
     read_arrays,
@@ -62,6 +66,8 @@ from .ticket import (
     staged,
     write_masks,
 )
+
+logger = logging.get_logger(__name__)
 
 _AUTO_MAP = {
     "AutoConfig": "configuration_supermask_gpt2.SupermaskGPT2Config",
@@ -71,6 +77,9 @@ _AUTO_MAP = {
 }
 _HEADS = ("lm_head", "score")  # may be absent from a ticket that was trained with another head
 _DOWNLOAD_OPTIONS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
+_LENIENT = tuple(
+    f"_raise_exceptions_for_{what}" for what in ("gated_repo", "missing_entries", "connection_errors")
+)
 _HUB_OPTIONS = ("repo_id", "commit_message", "private", "token", "revision", "create_pr")
 
 
@@ -186,7 +195,7 @@ class SupermaskGPT2PreTrainedModel(PreTrainedModel):
     config_class = SupermaskGPT2Config
     _stock_class: ClassVar[type[PreTrainedModel]]
     base_model_prefix = "transformer"
-    input_modalities = ("text",)
+    input_modalities = "text"
     supports_gradient_checkpointing = True
     _no_split_modules = ["SupermaskGPT2Block"]
     _skip_keys_device_placement = ["past_key_values"]
@@ -198,12 +207,13 @@ class SupermaskGPT2PreTrainedModel(PreTrainedModel):
         "hidden_states": SupermaskGPT2Block,
         "attentions": OutputRecorder(SupermaskGPT2Attention, layer_name=".attn", index=1),
     }
-    _keep_in_fp32_modules_strict = {"scores"}  # 16 bits would tie them
 
     def __init__(self, config: SupermaskGPT2Config, *args, **kwargs) -> None:
         if config.qk_width != config.v_width:
             self._supports_flash_attn = False  # its kernels take one head width
         super().__init__(config, *args, **kwargs)
+        if config.state == "scores":  # 16 bits would tie them
+            self._keep_in_fp32_modules_strict = {"scores", "query_scores", "key_scores", "value_scores"}
 
     def post_init(self) -> None:
         super().post_init()
@@ -278,13 +288,20 @@ class SupermaskGPT2PreTrainedModel(PreTrainedModel):
     # -- saving ----------------------------------------------------------------------------------
 
     def save_pretrained(
-        self, save_directory: str | os.PathLike, is_main_process: bool = True, push_to_hub: bool = False, **kwargs
+        self,
+        save_directory: str | os.PathLike,
+        is_main_process: bool = True,
+        push_to_hub: bool = False,
+        **kwargs,
     ) -> None:
-        """As in transformers, but atomic: the scores to go on from, or the ticket if this is one."""
+        """As in transformers, but atomic: the scores to go on from, or the ticket if this is one.
+
+        A ticket is one file, whatever `max_shard_size`: it is small.
+        """
         hub = {name: kwargs.pop(name) for name in _HUB_OPTIONS if name in kwargs}
         if self.config.state == "ticket":
             if is_main_process:
-                self.save_ticket(save_directory)
+                self._save_masks(save_directory, MODEL_FILE)
         else:
             self.config.auto_map = dict(_AUTO_MAP)
             with staged(save_directory, keep=is_main_process) as stage:
@@ -297,6 +314,9 @@ class SupermaskGPT2PreTrainedModel(PreTrainedModel):
 
         What else is in the folder (tokenizer, card) stays; weights of an earlier save are removed.
         """
+        return self._save_masks(save_directory, MASK_FILE)
+
+    def _save_masks(self, save_directory: str | os.PathLike, file_name: str) -> Header:
         entries, arrays = self._entries()
         config = copy.deepcopy(self.config)
         config.state, config.mask_digest = "ticket", mask_digest(entries)
@@ -312,7 +332,7 @@ class SupermaskGPT2PreTrainedModel(PreTrainedModel):
             tensors=entries,
         )
         with staged(save_directory) as stage:
-            write_masks(stage, header, arrays)
+            write_masks(stage, header, arrays, file_name)
             config.save_pretrained(stage)
             if self.can_generate():
                 self.generation_config.save_pretrained(stage)
@@ -334,7 +354,9 @@ class SupermaskGPT2PreTrainedModel(PreTrainedModel):
                 key = f"{path}.{part.prefix}mask"
                 mask = layer.mask_of(part).cpu().numpy()
                 arrays[key] = pack_mask(mask)
-                entry = dataclasses.replace(entry, key=key, kept=int(mask.sum()), data_sha256=digest(arrays[key]))
+                entry = dataclasses.replace(
+                    entry, key=key, kept=int(mask.sum()), data_sha256=digest(arrays[key])
+                )
             entries[part.name] = entry
         return entries, arrays
 
@@ -350,31 +372,46 @@ class SupermaskGPT2PreTrainedModel(PreTrainedModel):
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
         """As in transformers; a ticket is checked in full, and a fault in it raises `TicketError`."""
-        source = pretrained_model_name_or_path
+        source, config = pretrained_model_name_or_path, kwargs.get("config")
+        if isinstance(config, PreTrainedConfig) and config.dtype is None and config.state == "ticket":
+            kwargs.setdefault("dtype", torch.get_default_dtype())  # a file of masks does not tell it
         if source is None or kwargs.get("state_dict") is not None:
             return super().from_pretrained(source, *args, **kwargs)
         where = {name: kwargs[name] for name in _DOWNLOAD_OPTIONS if kwargs.get(name) is not None}
         try:
             loaded = super().from_pretrained(source, *args, **kwargs)
         except (OSError, RuntimeError, ValueError, KeyError, SafetensorError):
-            if path := _mask_path(source, where):  # is it the ticket's fault? then say so by name
-                header = read_header(path)
+            path, header = _find_ticket(source, where)
+            if header is not None:  # is it the ticket's fault? then say so by name
                 read_arrays(path, header)
                 check_config(path, header, json.loads(Path(path).with_name(CONFIG_FILE).read_text()))
             raise
-        model = loaded[0] if kwargs.get("output_loading_info") else loaded
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
         if model.config.state == "ticket":
-            model._check_loaded(source, where, bool(kwargs.get("ignore_mismatched_sizes")))
+            path, header = _find_ticket(source, where)
+            if header is not None:
+                model._check_loaded(path, header, bool(kwargs.get("ignore_mismatched_sizes")))
+            else:
+                model._check_without_header(source)
         return loaded
 
-    def _check_loaded(self, source: str | os.PathLike, where: dict, ignore_mismatched_sizes: bool) -> None:
+    def _check_without_header(self, source: str | os.PathLike) -> None:
+        """Some masks of a file that does not describe itself is an error, none of them a warning."""
+        untrained = {
+            part.name: layer.is_untrained(part)
+            for _, layer, part in self._parts()
+            if layer.learns == "ticket" and part.name not in _HEADS
+        }
+        if all(untrained.values()):
+            logger.warning(f"{source}: no mask was found; the model is an untrained ticket")
+            return
+        missing = next((name for name, fresh in untrained.items() if fresh), f"the {METADATA_KEY!r} metadata")
+        raise TicketError(f"{source}: {missing} is missing; the mask file is incomplete or was rewritten")
+
+    def _check_loaded(self, path: str, header: Header, ignore_mismatched_sizes: bool) -> None:
         """Raise TicketError unless every weight in this model is the one that the ticket was made with."""
-        path = _mask_path(source, where)
-        if path is None:
-            raise TicketError(f"{source}: {CONFIG_FILE} describes a ticket, but there is no {MASK_FILE}")
-        header = read_header(path)
         arrays = read_arrays(path, header)
-        if header.mask_digest != self.config.mask_digest or header.seed != self.config.seed:
+        if self.config.mask_digest not in (None, header.mask_digest):  # None: a configuration of the caller's
             check_config(path, header, self.config.to_dict())
         for _, layer, part in self._parts():
             entry = header.tensors.get(part.name)
@@ -385,18 +422,42 @@ class SupermaskGPT2PreTrainedModel(PreTrainedModel):
             if entry.shape != part.shape:
                 if ignore_mismatched_sizes:
                     continue
-                raise TicketError(f"{path}: {part.name} has shape {entry.shape}, the model wants {part.shape}")
+                raise TicketError(
+                    f"{path}: {part.name} has shape {entry.shape}, the model wants {part.shape}"
+                )
             if layer.learns == "trained":
-                layer.weight.requires_grad_(False)
+                layer.weight.requires_grad_(False)  # transformers loads every float as trainable
                 continue
             if (entry.law, entry.scale) != layer.laws[part.name]:
                 raise TicketError(
-                    f"{path}: {part.name} was drawn by law and scale {entry.law, entry.scale}, the configuration "
-                    f"says {layer.laws[part.name]}"
+                    f"{path}: {part.name} was drawn by law and scale {entry.law, entry.scale}, the "
+                    f"configuration says {layer.laws[part.name]}"
                 )
             check_weights(path, part.name, entry, layer.weight_digests[part.name])
-            if layer.learns == "ticket" and not np.array_equal(layer.packed_mask(part).cpu(), arrays[part.name]):
-                raise TicketError(f"{path}: the mask of {part.name} was not loaded; see the load report above")
+            if layer.learns == "ticket" and not np.array_equal(
+                layer.packed_mask(part).cpu(), arrays[part.name]
+            ):
+                raise TicketError(
+                    f"{path}: the mask of {part.name} was not loaded; see the load report above"
+                )
+
+    def resize_token_embeddings(
+        self,
+        new_num_tokens: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        mean_resizing: bool = True,
+    ) -> nn.Module:
+        """As in transformers, except that new rows are drawn like all others: a mean row has no seed."""
+        rows = new_num_tokens if new_num_tokens is not None else self.config.vocab_size
+        if pad_to_multiple_of is not None:
+            rows = -(-rows // pad_to_multiple_of) * pad_to_multiple_of
+        if rows != self.config.vocab_size:
+            self.config.vocab_size = rows
+            tables: list[tuple[nn.Module, str]] = [(self.base_model, "wte"), (self, "lm_head")]
+            for owner, name in tables:
+                if hasattr(owner, name):  # a tied head is the embedding
+                    setattr(owner, name, getattr(owner, name).resized(self.config, rows))
+        return self.get_input_embeddings()
 
     # -- out of the library ----------------------------------------------------------------------
 
@@ -404,7 +465,9 @@ class SupermaskGPT2PreTrainedModel(PreTrainedModel):
         """A stock GPT-2 with the masked weights: the same logits, no code of ours, ordinary size."""
         config = self.config
         if not config.layer_norm:
-            raise ValueError("stock GPT-2 always has LayerNorm; a model with layer_norm=False cannot be merged")
+            raise ValueError(
+                "stock GPT-2 always has LayerNorm; a model with layer_norm=False cannot be merged"
+            )
         width = config.n_embd / config.n_head
         if not config.qk_width == config.v_width == width:
             raise ValueError(
@@ -431,16 +494,14 @@ class SupermaskGPT2PreTrainedModel(PreTrainedModel):
         return stock
 
 
-def _mask_path(source: str | os.PathLike, where: dict) -> str | None:
-    """The local path of a ticket's mask file, from a folder or the Hub's cache; None if there is none."""
-    return cached_file(
-        source,
-        MASK_FILE,
-        _raise_exceptions_for_gated_repo=False,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-        **where,
-    )
+def _find_ticket(source: str | os.PathLike, where: dict) -> tuple[str, Header | None]:
+    """The mask file of a folder or of the Hub's cache, and its header; None if there is no such file."""
+    options = dict.fromkeys(_LENIENT, False) | where
+    if path := cached_file(source, MASK_FILE, **options):
+        return path, read_header(path)
+    if (path := cached_file(source, MODEL_FILE, **options)) and has_header(path):
+        return path, read_header(path)
+    return "", None
 
 
 class SupermaskGPT2Model(SupermaskGPT2PreTrainedModel):
@@ -450,7 +511,7 @@ class SupermaskGPT2Model(SupermaskGPT2PreTrainedModel):
 
     def __init__(self, config: SupermaskGPT2Config) -> None:
         super().__init__(config)
-        self.wte = SupermaskEmbedding(config, "wte", config.vocab_size)
+        self.wte: nn.Module = SupermaskEmbedding(config, "wte", config.vocab_size)
         self.wpe = SupermaskEmbedding(config, "wpe", config.n_positions)
         self.drop = nn.Dropout(config.embd_pdrop)
         self.h = nn.ModuleList([SupermaskGPT2Block(config, index) for index in range(config.n_layer)])
@@ -461,8 +522,8 @@ class SupermaskGPT2Model(SupermaskGPT2PreTrainedModel):
     def get_input_embeddings(self) -> nn.Module:
         return self.wte
 
-    def set_input_embeddings(self, new_embeddings: nn.Module) -> None:
-        self.wte = new_embeddings
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.wte = value
 
     @merge_with_config_defaults
     @capture_outputs
@@ -477,11 +538,13 @@ class SupermaskGPT2Model(SupermaskGPT2PreTrainedModel):
         use_cache: bool | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give either input_ids or inputs_embeds")
-        if input_ids is not None:
+        if inputs_embeds is None:
+            if input_ids is None:
+                raise ValueError("give input_ids or inputs_embeds")
             self.warn_if_padding_and_no_attention_mask(input_ids, attention_mask)
             inputs_embeds = self.wte(input_ids)
+        elif input_ids is not None:
+            raise ValueError("give input_ids or inputs_embeds, not both")
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         if position_ids is None:
@@ -522,7 +585,7 @@ class SupermaskGPT2LMHeadModel(SupermaskGPT2PreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.transformer = SupermaskGPT2Model(config)
         if not config.tie_word_embeddings:
-            self.lm_head = SupermaskHead(config, "lm_head", config.vocab_size, learns=config.embedding)
+            self.lm_head = SupermaskHead(config, "lm_head", config.vocab_size)
         # By family, as the class name does not tell: else Trainer scales the loss by (length - 1) / length.
         self.loss_type = "ForCausalLM"
         self.post_init()
@@ -577,7 +640,7 @@ class SupermaskGPT2ForSequenceClassification(GenericForSequenceClassification, S
 
     def __init__(self, config: SupermaskGPT2Config) -> None:
         SupermaskGPT2PreTrainedModel.__init__(self, config)  # only the forward is the generic one
-        self.num_labels = config.num_labels
+        self.num_labels = config.num_labels or 2
         self.transformer = SupermaskGPT2Model(config)
-        self.score = SupermaskHead(config, "score", config.num_labels)
+        self.score = SupermaskHead(config, "score", self.num_labels)
         self.post_init()

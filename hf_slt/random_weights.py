@@ -51,7 +51,7 @@ def draw(seed: int, name: str, shape: Sequence[int], law: str = "normal", scale:
     """The float32 array of this seed, name, shape, law and scale; the same bits everywhere.
 
     >>> draw(7, "wte", (2, 2), "signed_constant", 0.5).tolist()
-    [[0.5, -0.5], [0.5, -0.5]]
+    [[0.5, -0.5], [0.5, 0.5]]
     """
     shape = tuple(int(extent) for extent in shape)
     out = np.empty(shape, np.float32)
@@ -109,7 +109,7 @@ def xavier_bound(shape: Sequence[int]) -> float:
 def digest(array: np.ndarray) -> str:
     """SHA-256 of an array's little-endian bytes in row-major order, in hexadecimal."""
     little = np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"), copy=False)
-    return hashlib.sha256(little.reshape(-1).view(np.uint8)).hexdigest()
+    return hashlib.sha256(memoryview(little.reshape(-1).view(np.uint8))).hexdigest()
 
 
 def _key(seed: int, name: str) -> np.ndarray:

@@ -5,6 +5,9 @@
       mask.safetensors                every mask, packed; its metadata alone rebuilds the weights
       model.safetensors.index.json    maps every tensor to mask.safetensors: from_pretrained finds it
 
+(`save_pretrained` of a ticket writes the same file under transformers' own name, model.safetensors,
+which needs no index; all below holds for either.)
+
 A mask of n bits is ceil(n / 8) bytes: bit i % 8 (least significant first) of byte i // 8 is weight i
 of the row-major tensor; the bits after the last are zero.
 
@@ -31,16 +34,24 @@ from .random_weights import GENERATOR, digest, draw
 
 FORMAT_VERSION = 1
 MASK_FILE = "mask.safetensors"
+MODEL_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
 METADATA_KEY = "hf_slt"
-_WEIGHT_FILE = re.compile(r"mask\.safetensors|model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json")
+DIGEST_KEY = "hf_slt_sha256"  # of the text under METADATA_KEY
+_WEIGHT_FILE = re.compile(
+    r"mask\.safetensors|model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json"
+)
 
 # What may differ between two configurations of one ticket: how it is loaded, not what it computes.
 _LOADING_KEYS = frozenset(
-    "transformers_version architectures dtype auto_map _name_or_path use_cache mask_digest id2label label2id "
-    "problem_type output_hidden_states output_attentions return_dict bos_token_id eos_token_id pad_token_id".split()
+    "transformers_version architectures dtype auto_map _name_or_path use_cache mask_digest id2label "
+    "label2id problem_type output_hidden_states output_attentions return_dict bos_token_id eos_token_id "
+    "pad_token_id".split()
 )
+
+
+AGAIN = "download or copy the file again"  # the cure of all damage
 
 
 class TicketError(ValueError):
@@ -116,7 +127,11 @@ def unpack_mask(packed: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 def mask_digest(tensors: Mapping[str, Entry]) -> str:
     """One digest of all stored data: SHA-256 over 'name digest' lines, sorted by name."""
     lines = (f"{name} {entry.data_sha256}\n" for name, entry in sorted(tensors.items()) if entry.key)
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
+    return _sha256("".join(lines))
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 # -- writing --------------------------------------------------------------------------------------
@@ -162,11 +177,16 @@ def _flush(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def write_masks(directory: str | os.PathLike, header: Header, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write mask.safetensors and its index into a (staged) folder; `arrays` by key of the file."""
+def write_masks(
+    directory: str | os.PathLike, header: Header, arrays: Mapping[str, np.ndarray], file_name: str = MASK_FILE
+) -> None:
+    """Write the mask file, and the index it needs, into a (staged) folder; `arrays` by key of the file."""
     directory = Path(directory)
-    data = save(dict(arrays), metadata={"format": "pt", METADATA_KEY: header.to_json()})
-    (directory / MASK_FILE).write_bytes(data)
+    text = header.to_json()
+    metadata = {"format": "pt", METADATA_KEY: text, DIGEST_KEY: _sha256(text)}
+    (directory / file_name).write_bytes(_in_order(save(dict(arrays), metadata)))
+    if file_name == MODEL_FILE:
+        return  # transformers looks there without being told
     index = {
         "metadata": {"total_size": sum(array.nbytes for array in arrays.values())},
         "weight_map": dict.fromkeys(sorted(arrays), MASK_FILE),
@@ -174,26 +194,34 @@ def write_masks(directory: str | os.PathLike, header: Header, arrays: Mapping[st
     (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
 
 
+def _in_order(data: bytes) -> bytes:
+    """The same safetensors file with a sorted header: the library's order of metadata is random.
+
+    One ticket is then one sequence of bytes, and saving or pushing it again changes nothing.
+    """
+    length = int.from_bytes(data[:8], "little")
+    text = json.dumps(json.loads(data[8 : 8 + length]), sort_keys=True, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors stay aligned
+    return len(text).to_bytes(8, "little") + text + data[8 + length :]
+
+
 # -- reading and checking -------------------------------------------------------------------------
+
+
+def has_header(path: str | os.PathLike) -> bool:
+    """Whether a safetensors file is one of ours; a damaged one raises TicketError."""
+    return METADATA_KEY in _read_metadata(Path(path))
 
 
 def read_header(path: str | os.PathLike) -> Header:
     """The metadata of a mask file, checked for version and form; reads no tensor."""
     path = Path(path)
-    try:
-        with open(path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            rest = path.stat().st_size - 8
-            if length > rest:
-                raise TicketError(f"{path}: header of {length} bytes in a file of {rest + 8}: it is truncated")
-            raw = json.loads(file.read(length))
-    except FileNotFoundError:
-        raise TicketError(f"{path}: no such file; a ticket holds its masks in {MASK_FILE}") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise TicketError(f"{path}: not a safetensors file ({error}); download or copy it again") from None
-    text = raw.get("__metadata__", {}).get(METADATA_KEY)
+    metadata = _read_metadata(path)
+    text = metadata.get(METADATA_KEY)
     if text is None:
         raise TicketError(f"{path}: no {METADATA_KEY!r} metadata; the file was not written by hf_slt")
+    if metadata != {"format": "pt", METADATA_KEY: text, DIGEST_KEY: _sha256(text)}:
+        raise TicketError(f"{path}: the metadata do not have the digest they name; {AGAIN}")
     try:
         fields = json.loads(text)
         if fields["format_version"] != FORMAT_VERSION:
@@ -202,17 +230,34 @@ def read_header(path: str | os.PathLike) -> Header:
                 f"{FORMAT_VERSION}; install a newer hf_slt"
             )
         tensors = {
-            name: Entry(**{**entry, "shape": tuple(entry["shape"])}) for name, entry in fields["tensors"].items()
+            name: Entry(**{**entry, "shape": tuple(entry["shape"])})
+            for name, entry in fields["tensors"].items()
         }
         header = Header(**{**fields, "tensors": tensors})
     except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise TicketError(f"{path}: damaged metadata ({error!r}); download or copy the file again") from None
+        raise TicketError(f"{path}: metadata that cannot be read ({error!r}); {AGAIN}") from None
     if header.generator != GENERATOR:
         raise TicketError(
-            f"{path}: generator {header.generator!r} is not {GENERATOR!r}: its weights cannot be drawn by this "
-            "version of hf_slt; install the one that made the ticket"
+            f"{path}: generator {header.generator!r} is not {GENERATOR!r}: its weights cannot be drawn by "
+            "this version of hf_slt; install the one that made the ticket"
         )
     return header
+
+
+def _read_metadata(path: Path) -> dict[str, str]:
+    try:
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            size = path.stat().st_size
+            if not 0 < length <= size - 8:
+                raise TicketError(
+                    f"{path}: a header of {length} bytes in a file of {size}: truncated; {AGAIN}"
+                )
+            return json.loads(file.read(length)).get("__metadata__", {})
+    except FileNotFoundError:
+        raise TicketError(f"{path}: no such file; a ticket holds its masks in {MASK_FILE}") from None
+    except (UnicodeDecodeError, json.JSONDecodeError, AttributeError) as error:
+        raise TicketError(f"{path}: not a safetensors file ({error}); {AGAIN}") from None
 
 
 def read_arrays(path: str | os.PathLike, header: Header) -> dict[str, np.ndarray]:
@@ -221,33 +266,36 @@ def read_arrays(path: str | os.PathLike, header: Header) -> dict[str, np.ndarray
     try:
         stored = load_file(path)
     except (SafetensorError, OSError) as error:
-        raise TicketError(f"{path}: {error}; the file is damaged, download or copy it again") from None
+        raise TicketError(f"{path}: {error}: damaged; {AGAIN}") from None
     arrays = {}
     for name, entry in header.tensors.items():
         if entry.key is None:
             continue
         if entry.key not in stored:
-            raise TicketError(f"{path}: tensor {entry.key} is missing; the file is damaged or incomplete")
+            raise TicketError(f"{path}: tensor {entry.key} is missing; {AGAIN}")
         arrays[name] = stored.pop(entry.key)
         check_array(path, name, entry, arrays[name])
     if stored:
-        raise TicketError(f"{path}: tensor {sorted(stored)[0]} is not in the metadata; the file was altered")
+        raise TicketError(f"{path}: tensor {min(stored)} is not in the metadata; {AGAIN}")
     if (found := mask_digest(header.tensors)) != header.mask_digest:
         raise TicketError(
-            f"{path}: digest {found[:8]}... of all masks is not the {header.mask_digest[:8]}... in its metadata"
+            f"{path}: digest {found[:8]}... of all masks is not the {header.mask_digest[:8]}... in its "
+            f"metadata; {AGAIN}"
         )
     return arrays
 
 
 def check_array(path: str | os.PathLike, name: str, entry: Entry, array: np.ndarray) -> None:
     """Raise TicketError unless a stored array is the one that the header describes."""
-    shape = (-(-entry.size // 8),) if entry.masked else entry.shape
-    if array.shape != shape:
-        raise TicketError(f"{path}: {name} is stored as {array.shape}, not {shape}; the file was altered")
+    form = (
+        ((-(-entry.size // 8),), np.dtype(np.uint8)) if entry.masked else (entry.shape, np.dtype(np.float32))
+    )
+    if (array.shape, array.dtype) != form:
+        raise TicketError(f"{path}: {name} is stored as {array.shape, array.dtype}, not {form}; {AGAIN}")
     if (found := digest(array)) != entry.data_sha256:
         raise TicketError(
-            f"{path}: {name} has digest {found[:8]}..., not the {str(entry.data_sha256)[:8]}... in its metadata; "
-            "the file is damaged, download or copy it again"
+            f"{path}: {name} has digest {found[:8]}..., not the {str(entry.data_sha256)[:8]}... in its "
+            f"metadata: damaged; {AGAIN}"
         )
     if entry.masked:
         bits = np.unpackbits(array, bitorder="little")
@@ -265,8 +313,8 @@ def check_config(path: str | os.PathLike, header: Header, config: Mapping[str, A
             )
     if config.get("mask_digest") != header.mask_digest:
         raise TicketError(
-            f"{path}: digest {header.mask_digest[:8]}... is not the {str(config.get('mask_digest'))[:8]}... in "
-            f"{CONFIG_FILE}; the file is damaged or belongs to another ticket"
+            f"{path}: digest {header.mask_digest[:8]}... is not the {str(config.get('mask_digest'))[:8]}... "
+            f"in {CONFIG_FILE}; the file is damaged or belongs to another ticket"
         )
 
 
@@ -289,14 +337,18 @@ def verify_ticket(directory: str | os.PathLike, *, weights: bool = True) -> Head
     if not directory.is_dir():
         raise TicketError(f"{directory}: no such folder")
     config = _read_json(directory / CONFIG_FILE)
-    weight_map = _read_json(directory / INDEX_FILE).get("weight_map")
-    path = directory / MASK_FILE
+    path, other = directory / MASK_FILE, directory / MODEL_FILE
+    if path.exists() and other.exists():
+        raise TicketError(f"{other}: would be loaded instead of {MASK_FILE}; remove it")
+    if other.exists():
+        path = other
     header = read_header(path)
-    keys = {entry.key for entry in header.tensors.values() if entry.key}
-    if not isinstance(weight_map, dict) or weight_map != dict.fromkeys(keys, MASK_FILE):
-        raise TicketError(f"{directory / INDEX_FILE}: does not list the tensors of {MASK_FILE}; save the ticket again")
-    if (stale := directory / "model.safetensors").exists():
-        raise TicketError(f"{stale}: would be loaded instead of {MASK_FILE}; remove it")
+    if path.name == MASK_FILE:
+        keys = [entry.key for entry in header.tensors.values() if entry.key]
+        if _read_json(directory / INDEX_FILE).get("weight_map") != dict.fromkeys(keys, MASK_FILE):
+            raise TicketError(
+                f"{directory / INDEX_FILE}: does not list the tensors of {MASK_FILE}; save the ticket again"
+            )
     read_arrays(path, header)
     check_config(path, header, config)
     if weights:
@@ -320,4 +372,4 @@ def _read_json(path: Path) -> dict:
     except FileNotFoundError:
         raise TicketError(f"{path}: no such file; the ticket is incomplete") from None
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise TicketError(f"{path}: not JSON ({error}); download or copy it again") from None
+        raise TicketError(f"{path}: not JSON ({error}); {AGAIN}") from None

@@ -1,0 +1,33 @@
+# `make demo` and `make test` each set up everything in .venv, then do their work.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.PHONY: help demo test quick lint clean
+
+help:  ## this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade "pip>=23"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[train,theory,dev]"
+	@touch $@
+
+demo: $(READY)  ## train scores for a few minutes, save a ticket, verify it, load it back, generate
+	$(BIN)/python recipes/demo.py
+
+test: $(READY)  ## all tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+
+quick: $(READY)  ## all but the slow tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not slow"
+
+lint: $(READY)  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:  ## remove the virtual environment and all results
+	rm -rf $(VENV) runs
