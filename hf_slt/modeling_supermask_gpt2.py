@@ -46,6 +46,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .configuration_supermask_gpt2 import SupermaskGPT2Config
+from .files import staged
 from .layers import Part, SupermaskEmbedding, SupermaskHead, SupermaskLayer, SupermaskLinear
 from .random_weights import digest
 from .ticket import (
@@ -53,6 +54,7 @@ from .ticket import (
     MASK_FILE,
     METADATA_KEY,
     MODEL_FILE,
+    WEIGHT_FILES,
     Entry,
     Header,
     TicketError,
@@ -63,7 +65,6 @@ from .ticket import (
     pack_mask,
     read_arrays,
     read_header,
-    staged,
     write_masks,
 )
 
@@ -304,7 +305,7 @@ class SupermaskGPT2PreTrainedModel(PreTrainedModel):
                 self._save_masks(save_directory, MODEL_FILE)
         else:
             self.config.auto_map = dict(_AUTO_MAP)
-            with staged(save_directory, keep=is_main_process) as stage:
+            with staged(save_directory, keep=is_main_process, stale=WEIGHT_FILES) as stage:
                 super().save_pretrained(stage, is_main_process=is_main_process, **kwargs)
         if push_to_hub and is_main_process:
             self.push_to_hub(hub.pop("repo_id", Path(save_directory).name), **hub)
@@ -331,7 +332,8 @@ class SupermaskGPT2PreTrainedModel(PreTrainedModel):
             config=json.loads(config.to_json_string()),
             tensors=entries,
         )
-        with staged(save_directory) as stage:
+        # config.json comes last: a cut before it leaves a digest that does not match, never a wrong model
+        with staged(save_directory, stale=WEIGHT_FILES) as stage:
             write_masks(stage, header, arrays, file_name)
             config.save_pretrained(stage)
             if self.can_generate():

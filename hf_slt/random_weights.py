@@ -109,7 +109,7 @@ def xavier_bound(shape: Sequence[int]) -> float:
 def digest(array: np.ndarray) -> str:
     """SHA-256 of an array's little-endian bytes in row-major order, in hexadecimal."""
     little = np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"), copy=False)
-    return hashlib.sha256(memoryview(little.reshape(-1).view(np.uint8))).hexdigest()
+    return hashlib.sha256(little.reshape(-1).view(np.uint8).data).hexdigest()
 
 
 def _key(seed: int, name: str) -> np.ndarray:

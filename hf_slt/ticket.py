@@ -17,11 +17,7 @@ This module knows names, arrays and files; it knows no model and needs no torch.
 import hashlib
 import json
 import os
-import re
-import shutil
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,9 +35,9 @@ INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
 METADATA_KEY = "hf_slt"
 DIGEST_KEY = "hf_slt_sha256"  # of the text under METADATA_KEY
-_WEIGHT_FILE = re.compile(
-    r"mask\.safetensors|model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json"
-)
+# Of these, what a new save does not write is of an older one, and would be loaded in its place.
+WEIGHT_FILES = r"mask\.safetensors|model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json"
+
 
 # What may differ between two configurations of one ticket: how it is loaded, not what it computes.
 _LOADING_KEYS = frozenset(
@@ -135,46 +131,6 @@ def _sha256(text: str) -> str:
 
 
 # -- writing --------------------------------------------------------------------------------------
-
-
-@contextmanager
-def staged(directory: str | os.PathLike, keep: bool = True) -> Iterator[Path]:
-    """A temporary folder whose files all move to `directory` at the end, or none on an error.
-
-    A new folder appears at once, by one rename. In an existing one each file is replaced by a rename,
-    config.json last, so that a cut in between leaves a digest that does not match, never a wrong model;
-    then the weights of an earlier save go. With `keep` false nothing moves: a process that only takes part.
-    """
-    target = Path(directory)
-    if target.exists() and not target.is_dir():
-        raise NotADirectoryError(f"{target} is a file; a ticket is a folder")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    stage = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    try:
-        yield stage
-        if not keep:
-            return
-        umask = os.umask(0)
-        os.umask(umask)
-        stage.chmod(0o777 & ~umask)  # mkdtemp makes it private
-        for path in stage.iterdir():
-            _flush(path)
-        if not target.exists():
-            os.rename(stage, target)
-            return
-        names = sorted((path.name for path in stage.iterdir()), key=lambda name: name == CONFIG_FILE)
-        for name in names:
-            os.replace(stage / name, target / name)
-        for path in target.iterdir():
-            if path.name not in names and _WEIGHT_FILE.fullmatch(path.name):
-                path.unlink()
-    finally:
-        shutil.rmtree(stage, ignore_errors=True)
-
-
-def _flush(path: Path) -> None:
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
 
 
 def write_masks(

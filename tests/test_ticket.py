@@ -16,9 +16,10 @@ from safetensors.numpy import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import hf_slt
-from hf_slt import TicketError, ticket, verify_ticket
+from hf_slt import TicketError, verify_ticket
+from hf_slt.files import staged
 from hf_slt.random_weights import GENERATOR, draw
-from hf_slt.ticket import pack_mask, staged, unpack_mask
+from hf_slt.ticket import pack_mask, unpack_mask
 
 
 def make_config(**options) -> hf_slt.SupermaskGPT2Config:
@@ -89,6 +90,7 @@ def test_the_folder_holds_what_it_should(saved):
     } <= names
     assert {path for path in names if path.endswith(".py")} == {
         "configuration_supermask_gpt2.py",
+        "files.py",
         "layers.py",
         "masking.py",
         "modeling_supermask_gpt2.py",
@@ -322,7 +324,7 @@ def test_a_save_cut_between_two_files_is_noticed(folder, monkeypatch):
             raise KeyboardInterrupt
         replace(source, target)
 
-    monkeypatch.setattr(ticket.os, "replace", cut)
+    monkeypatch.setattr("hf_slt.files.os.replace", cut)
     with pytest.raises(KeyboardInterrupt):
         make_model(seed=9).save_ticket(folder)
     assert calls[-1] == "config.json"

@@ -1,0 +1,119 @@
+"""A ticket beside its controls: one table, one figure, one report.
+
+gap closed = (random mask - ticket) / (random mask - dense twin)       of validation losses
+"""
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from .arguments import Arguments
+from .files import replacing
+from .hub import LABELS, describe_environment, gap_closed, write_card
+from .monitoring import read_log
+from .plots import plot_comparison, plot_masks, plot_run
+from .ticket import MASK_FILE, read_arrays, read_header, unpack_mask
+from .training import train
+
+
+def train_and_compare(arguments: Arguments, template: Path, prompt: str | None = None) -> dict[str, Any]:
+    """Train, then run the controls asked for; write figures, card and report, and return the report.
+
+    Empty where the run was interrupted, and in all processes but the first.
+    """
+    own: str = arguments.run.control or "ticket"
+    reports, folders = {own: train(arguments)}, {own: Path(arguments.run.output_dir)}
+    for control in arguments.run.compare or ():
+        folders[control] = folders[own] / control
+        run = replace(arguments.run, control=control, compare=None, output_dir=str(folders[control]))
+        reports[control] = train(replace(arguments, run=run))
+    if not all(reports.values()):
+        return {}
+    logs = {name: read_log(folder / "log.jsonl") for name, folder in folders.items()}
+    for name, folder in folders.items():
+        plot_run(logs[name], folder / "curves.png", f"{LABELS.get(name, name)}: {folder.name}")
+    report = reports[own]
+    if len(reports) > 1:
+        report |= {name: one["loss"] for name, one in reports.items()}
+        report["gap_closed"] = gap_closed(reports)
+        labelled = {LABELS.get(name, name): records for name, records in logs.items()}
+        plot_comparison(labelled, folders[own] / "comparison.png", "Validation loss at equal steps")
+        print(table(reports))
+        if report["gap_closed"] is not None:
+            print(f"gap closed between random mask and dense twin: {report['gap_closed']:.1%}")
+    for name, folder in folders.items():
+        if name != "dense":
+            _dress(folder, template, name, reports, logs[name], arguments)
+    if prompt is not None:
+        report["samples"] = {name: sample(one["saved"], prompt) for name, one in reports.items()}
+        for name, text in report["samples"].items():
+            print(f"\n--- {LABELS.get(name, name)} goes on after {prompt!r}:\n{text}")
+    with replacing(folders[own] / "report.json") as temporary:
+        temporary.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"\nsaved in {folders[own]}: " + ", ".join(sorted(path.name for path in folders[own].iterdir())))
+    return report
+
+
+def table(reports: Mapping[str, Mapping[str, Any]]) -> str:
+    """Runs by rows: what was learned, and what it weighs."""
+    rows = [f"{'':18}{'loss':>8}{'perplexity':>12}{'bits/byte':>11}{'best loss':>11}{'file':>11}"]
+    for name, one in sorted(reports.items(), key=lambda item: -item[1]["loss"]):
+        size = f"{one['bytes'] / 1e3:,.0f} kB"
+        rows.append(
+            f"{LABELS.get(name, name):18}{one['loss']:8.3f}{one['perplexity']:12.1f}"
+            f"{one['bits_per_byte']:11.3f}{one['best_loss']:11.3f}{size:>11}"
+        )
+    return "\n".join(rows)
+
+
+def sample(folder: str, prompt: str, tokens: int = 60) -> str:
+    """Text that a saved model goes on with, the same at every call."""
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    torch.manual_seed(0)
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    limit = min(tokens, model.config.n_positions - inputs["input_ids"].shape[1])
+    ids = model.generate(
+        **inputs, max_new_tokens=limit, do_sample=True, top_k=40, pad_token_id=tokenizer.eos_token_id
+    )
+    return str(tokenizer.decode(ids[0], skip_special_tokens=True))
+
+
+def _dress(
+    folder: Path,
+    template: Path,
+    name: str,
+    reports: Mapping[str, Any],
+    records: list[dict],
+    arguments: Arguments,
+) -> None:
+    """Put figures and card beside the masks: the folder is then ready to share."""
+    ticket = folder / "ticket"
+    header = read_header(ticket / MASK_FILE)
+    arrays = read_arrays(ticket / MASK_FILE, header)
+    masks = {
+        tensor: unpack_mask(arrays[tensor], entry.shape)
+        for tensor, entry in header.tensors.items()
+        if entry.masked
+    }
+    plot_masks(masks, ticket / "masks.png")
+    for figure in ("curves.png", "comparison.png"):
+        if (folder / figure).exists():
+            (ticket / figure).write_bytes((folder / figure).read_bytes())
+    write_card(
+        ticket,
+        template,
+        name=folder.name,
+        records=records,
+        training=reports[name]["arguments"],
+        measures=reports[name],
+        controls={other: one for other, one in reports.items() if other != name},
+        text_sha256=reports[name]["text"],
+        environment=describe_environment(),
+        command=[Path(sys.argv[0]).name, *sys.argv[1:]],
+    )
