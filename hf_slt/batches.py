@@ -73,11 +73,7 @@ def validation_batches(
     blocks: TokenBlocks, size: int, accelerator: Accelerator
 ) -> Iterator[dict[str, np.ndarray]]:
     """The share of this process; all take equally many batches, what is over has labels of -100."""
-    for start in range(
-        accelerator.process_index * size, len(blocks) + size, accelerator.num_processes * size
-    ):
-        if start - accelerator.process_index * size >= len(blocks):
-            return
-        rows = np.arange(start, start + size)
+    for start in range(0, len(blocks), accelerator.num_processes * size):
+        rows = start + accelerator.process_index * size + np.arange(size)
         ids = blocks[np.minimum(rows, len(blocks) - 1)]["input_ids"]
         yield {"input_ids": ids, "labels": np.where((rows < len(blocks))[:, None], ids, -100)}

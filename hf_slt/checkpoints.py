@@ -97,7 +97,7 @@ class Checkpoints:
         with staged(path) as stage:
             masks = {f"{name}/mask": mask for name, mask in snapshot.masks.items()}
             for name, tensors in zip(_FILES, (snapshot.model, snapshot.moments | masks), strict=True):
-                save_file({key: value.contiguous() for key, value in tensors.items()}, stage / name)
+                save_file(_apart(tensors), stage / name)
             state = {
                 "step": snapshot.step,
                 "best": snapshot.best,
@@ -141,6 +141,17 @@ class Checkpoints:
 
     def _found(self) -> list[Path]:
         return sorted(self.folder.glob("step-*")) if self.folder.is_dir() else []
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous tensors, no two in one memory: safetensors refuses tied weights."""
+    seen: set[int] = set()
+    apart = {}
+    for name, value in tensors.items():
+        value = value.contiguous()
+        apart[name] = value.clone() if value.data_ptr() in seen else value
+        seen.add(value.data_ptr())
+    return apart
 
 
 def _sha256(path: Path) -> str:

@@ -152,7 +152,7 @@ class Run:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         if self.run.compile:
             model.compile()
-        self.model, self.optimizer = self.accelerator.prepare(model, build_optimizer(model, self.run))
+        self.model, self.optimizer = self._prepare(model, build_optimizer(model, self.run))
         self.done = 0  # optimizer steps
         self.best: tuple[int, float] | None = None  # step and validation loss
         self.masks: dict[str, Tensor] = {}  # at the last look
@@ -168,6 +168,10 @@ class Run:
         self.log = Log(self.folder / "log.jsonl", self.accelerator, self.done)
         if self.run.log_with:
             self.accelerator.init_trackers("hf_slt", {k: str(v) for k, v in arguments.flat().items()})
+
+    def _prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+        """Model and optimizer as the processes share them: as accelerate was configured."""
+        return self.accelerator.prepare(model, optimizer)
 
     def _lengths(self) -> tuple[int, int]:
         """Steps of the run and of its warm-up, also where they are given in passes over the data."""
