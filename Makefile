@@ -15,8 +15,11 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[train,theory,dev]"
 	@touch $@
 
-demo: $(READY)  ## train scores for a few minutes, save a ticket, verify it, load it back, generate
-	$(BIN)/python recipes/demo.py
+demo: $(READY)  ## find a ticket in a few minutes, compare it with its dense twin, verify, load and generate
+	$(BIN)/accelerate launch --config_file recipes/accelerate/cpu.yaml recipes/train_gpt2_slt.py \
+	  --config recipes/nano.yaml --compare random_mask dense --prompt "The function returns" \
+	  --output_dir runs/demo --overwrite true
+	$(BIN)/python -c "import hf_slt; print('verified:', hf_slt.verify_ticket('runs/demo/ticket').mask_digest)"
 
 test: $(READY)  ## all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal

@@ -14,8 +14,9 @@ the weight (a load, a move, a cast back from half precision) is seen at the next
 weight is drawn again: it is never stale.
 """
 
+import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .configuration_supermask_gpt2 import SupermaskGPT2Config
-from .masking import RULES, MaskedWeight, Selector, keep_largest, kept_count, traced_mask
+from .masking import RULES, MaskedWeight, Selector, TracedMaskedWeight, keep_largest, kept_count, traced_mask
 from .random_weights import digest, draw
 from .ticket import pack_mask, unpack_mask
 
@@ -59,6 +60,12 @@ class _Stamp:
 
     __hash__ = None  # type: ignore[assignment]  # equal only for a moment
 
+    def __deepcopy__(self, memo: dict) -> "_Stamp":
+        twin = _Stamp(copy.deepcopy(self.tensor, memo))  # which counts its versions anew
+        if self != _Stamp(self.tensor):
+            twin.version = -1
+        return twin
+
 
 class SupermaskLayer(nn.Module):
     """A frozen random matrix under a mask; what the three layers below have in common.
@@ -84,7 +91,7 @@ class SupermaskLayer(nn.Module):
         self.laws = {part.name: config.law_of(part.name) for part in self.parts}
         self.weight_digests: dict[str, str] = {}  # of the last draw, before masking; filled in a ticket
         self._selectors = {part.name: Selector() for part in self.parts}
-        self._masked: Tensor | None = None  # scores: weight * mask, reused while both stand
+        self._masked = torch.empty(0)  # scores: weight * mask, reused while both stand
         self._masks: dict[str, Tensor] = {}  # scores: the masks in it
         self._filled: dict[str, _Stamp] = {}  # first values, as drawn
         self._made_from: list[_Stamp] = []  # what the weight was made from
@@ -129,12 +136,17 @@ class SupermaskLayer(nn.Module):
     def _apply(self, fn, recurse=True):
         """Move with the model, but keep the scores in float32: bfloat16 would tie them by the thousand."""
         names = [part.prefix + "scores" for part in self.parts if self.learns == "scores"]
-        before = {name: getattr(self, name) for name in names}
+        before = {name: getattr(self, name).detach() for name in names}  # the values: a cast replaces .data
         super()._apply(fn, recurse)
         for name, old in before.items():
             new = getattr(self, name)
             if new.dtype != torch.float32 and not new.is_meta:
-                new.data = old.detach().to(new.device, torch.float32)
+                gradient, new.grad = new.grad, None
+                new.data = old.to(new.device, torch.float32)
+                new.grad = None if gradient is None else gradient.to(torch.float32)
+        # At once, not at the next forward: a compiled forward does not look.
+        if self._made_from and not self.weight.is_meta and not self._is_current():
+            self.materialise()
         return self
 
     # -- random numbers --------------------------------------------------------------------------
@@ -187,11 +199,15 @@ class SupermaskLayer(nn.Module):
         return self._filled.get(name) == _Stamp(getattr(self, name))
 
     @torch.no_grad()
-    def set_mask(self, part: Part, mask: np.ndarray) -> None:
-        """Put another mask on a part (ticket only)."""
-        if tuple(mask.shape) != part.shape:
-            raise ValueError(f"mask of {part.name} has shape {tuple(mask.shape)}, not {part.shape}")
-        self.packed_mask(part).copy_(torch.from_numpy(pack_mask(np.asarray(mask, bool))))
+    def set_masks(self, masks: Mapping[str, np.ndarray]) -> None:
+        """Put other masks on parts, by their names (ticket only)."""
+        for part in self.parts:
+            if part.name in masks:
+                mask = masks[part.name]
+                if tuple(mask.shape) != part.shape:
+                    raise ValueError(f"mask of {part.name} has shape {tuple(mask.shape)}, not {part.shape}")
+                self.packed_mask(part).copy_(torch.from_numpy(pack_mask(np.asarray(mask, bool))))
+        self.materialise()
 
     # -- weights ---------------------------------------------------------------------------------
 
@@ -206,6 +222,7 @@ class SupermaskLayer(nn.Module):
             if self.learns == "ticket":
                 drawn *= self.mask_of(part).cpu().numpy()
             weight[:, part.columns].copy_(torch.from_numpy(drawn))
+        self._masks.clear()
         self._made_from = self._sources()
 
     def masked_weight(self) -> Tensor:
@@ -221,14 +238,19 @@ class SupermaskLayer(nn.Module):
         if traced or not all(
             isinstance(one, nn.Parameter) for one in scores
         ):  # torch.func passes plain tensors
+            if not traced and not self._is_current():
+                self.materialise()
             masks = [
                 traced_mask(RULES[self.rule].rank(one), kept_count(self.density, part.size))
                 for part, one in zip(self.parts, scores, strict=True)
             ]
             masked = self.weight * torch.cat(masks, -1)
+            if traced and not torch.is_grad_enabled():  # nor does Dynamo trace varargs there
+                return masked
         else:
             masked = self._current_masked(scores)
-        return MaskedWeight.apply(masked, self.weight, self.rule, *scores)
+        function = TracedMaskedWeight if traced else MaskedWeight
+        return function.apply(masked, self.weight, self.rule, *scores)
 
     def _current_masked(self, scores: list[Tensor]) -> Tensor:
         """weight * mask, rewritten only for the parts whose mask is no longer the one in it."""
@@ -236,16 +258,11 @@ class SupermaskLayer(nn.Module):
         with torch.inference_mode(False), torch.no_grad():
             if not self._is_current():
                 self.materialise()
-                self._masks.clear()
-            if self._masked is None or not self._masks:
-                self._masked = torch.empty_like(self.weight)
-            for part, one in zip(self.parts, scores, strict=True):
-                mask = self._select(part, one)
-                known = self._masks.get(part.name)
-                if known is None or not torch.equal(mask, known):
-                    self._masks[part.name] = mask
-                    columns = part.columns
-                    torch.mul(self.weight[:, columns], mask, out=self._masked[:, columns])
+            masks = {part.name: self._select(part, one) for part, one in zip(self.parts, scores, strict=True)}
+            if not self._masks or not all(torch.equal(masks[name], self._masks[name]) for name in masks):
+                # Not in place: a graph of the last masks may still need them.
+                self._masks = masks
+                self._masked = self.weight * torch.cat(list(masks.values()), -1)
             return self._masked
 
     @torch.no_grad()
@@ -258,10 +275,11 @@ class SupermaskLayer(nn.Module):
         if self.learns == "ticket":
             mask = new.mask_of(new.parts[0])
             mask[:both] = self.mask_of(part)[:both]
-            new.set_mask(new.parts[0], mask.cpu().numpy())
+            new.set_masks({part.name: mask.cpu().numpy()})
         elif self.learns in ("scores", "trained"):
             name = "scores" if self.learns == "scores" else "weight"
             getattr(new, name)[:both] = getattr(self, name)[:both]
+        new._is_hf_initialized = True  # type: ignore[assignment]  # or transformers would draw it again at the next post_init
         return new.train(self.training)
 
     # -- is it still what it was made from? --------------------------------------------------------
@@ -276,7 +294,7 @@ class SupermaskLayer(nn.Module):
     def _load_from_state_dict(self, *args, **kwargs) -> None:
         super()._load_from_state_dict(*args, **kwargs)
         # At once, not at the next forward: a compiled forward does not look.
-        if self.learns == "ticket" and not self.weight.is_meta and not self._is_current():
+        if self.learns == "ticket" and not self.weight.is_meta:
             self.materialise()
 
 

@@ -152,7 +152,7 @@ def traced_mask(values: Tensor, count: int) -> Tensor:
     return _keep_largest_op(values.detach(), count)
 
 
-class MaskedWeight(torch.autograd.Function):
+class TracedMaskedWeight(torch.autograd.Function):
     """Passes the masked weight through, and its gradient to the scores.
 
     `masked` is weight * mask, computed by the caller; the scores of several parts that lie side by
@@ -178,6 +178,10 @@ class MaskedWeight(torch.autograd.Function):
         widths = [part.shape[-1] for part in scores]
         parts = zip(grad.split(widths, -1), weight.split(widths, -1), scores, strict=True)
         return None, None, None, *((g * w).to(s.dtype) * ctx.slope(s) for g, w, s in parts)
+
+
+class MaskedWeight(TracedMaskedWeight):
+    """The same with a forward derivative, which torch.compile refuses to trace."""
 
     @staticmethod
     def jvp(ctx, _masked, _weight, _rule, *tangents):

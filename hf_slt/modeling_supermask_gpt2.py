@@ -261,14 +261,13 @@ class SupermaskGPT2PreTrainedModel(PreTrainedModel):
         config = copy.deepcopy(config)
         config.state, config.mask_digest = "ticket", None
         model = cls(config, **kwargs).eval()
-        missing = dict(masks)
-        for _, layer, part in model._parts():
-            if layer.learns == "ticket":
-                if part.name not in missing:
-                    raise ValueError(f"no mask for {part.name}")
-                layer.set_mask(part, missing.pop(part.name))
-        if missing:
-            raise ValueError(f"the configuration has no tensor {sorted(missing)[0]}")
+        layers = [layer for _, layer in model._layers() if layer.learns == "ticket"]
+        names = {part.name for layer in layers for part in layer.parts}
+        if names != masks.keys():
+            missing, unknown = sorted(names - masks.keys()), sorted(masks.keys() - names)
+            raise ValueError(f"no mask for {missing}" if missing else f"the configuration has no {unknown}")
+        for layer in layers:
+            layer.set_masks(masks)
         return model
 
     def to_ticket(self):
