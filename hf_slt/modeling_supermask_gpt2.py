@@ -48,6 +48,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from .configuration_supermask_gpt2 import SupermaskGPT2Config
 from .files import staged
 from .layers import Part, SupermaskEmbedding, SupermaskHead, SupermaskLayer, SupermaskLinear
+from .masking import RULES
 from .random_weights import digest
 from .ticket import (
     CONFIG_FILE,
@@ -210,6 +211,8 @@ class SupermaskGPT2PreTrainedModel(PreTrainedModel):
     }
 
     def __init__(self, config: SupermaskGPT2Config, *args, **kwargs) -> None:
+        if config.rule not in RULES:
+            raise ValueError(f"rule {config.rule!r} is not one of {', '.join(RULES)}")
         if config.qk_width != config.v_width:
             self._supports_flash_attn = False  # its kernels take one head width
         super().__init__(config, *args, **kwargs)
@@ -477,7 +480,6 @@ class SupermaskGPT2PreTrainedModel(PreTrainedModel):
             )
         names = {field.name for field in dataclasses.fields(GPT2Config)} - {"architectures"}
         stock_config = GPT2Config(**{name: getattr(config, name) for name in names})
-        stock_config._attn_implementation = config._attn_implementation
         with torch.device("meta"):
             stock = self._stock_class(stock_config)
         weights = {f"{path}.weight": layer.masked_weight().detach().clone() for path, layer in self._layers()}
@@ -489,6 +491,7 @@ class SupermaskGPT2PreTrainedModel(PreTrainedModel):
             weights["lm_head.weight"] = weights["transformer.wte.weight"]
         stock.load_state_dict(weights, assign=True)
         stock.tie_weights()
+        stock.set_attn_implementation(config._attn_implementation)
         stock.train(self.training)
         if self.can_generate():
             stock.generation_config = copy.deepcopy(self.generation_config)

@@ -5,6 +5,7 @@ import math
 import struct
 import subprocess
 import sys
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -175,3 +176,13 @@ def test_tables_stand_clear_of_rounding_ties():
 def test_wrong_arguments_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         draw(*arguments)
+
+
+def test_memory_beside_the_result_is_small():
+    tracemalloc.start()
+    try:
+        drawn = draw(0, "w", (2048, 4096))  # 32 MiB
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 1.5 * drawn.nbytes

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 import hf_slt
 from hf_slt import theory
 from hf_slt.random_weights import draw
-from hf_slt.theory import best_subset, prune_relu_to_match, prune_to_match
+from hf_slt.subset_sum import best_subset, prune_relu_to_match, prune_to_match
 
 CONSTRUCTIONS = ("proof", "balanced")
 
