@@ -115,5 +115,5 @@ def _dress(
         controls={other: one for other, one in reports.items() if other != name},
         text_sha256=reports[name]["text"],
         environment=describe_environment(),
-        command=[Path(sys.argv[0]).name, *sys.argv[1:]],
+        command=["accelerate", "launch", *sys.argv],
     )
