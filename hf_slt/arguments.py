@@ -103,7 +103,7 @@ class RunArguments:
     clip: float = _help("Longest gradient; 0 does not clip.", 1.0)
     density_start: float | None = _help("Density to begin with; it goes linearly to the model's.", None)
     density_steps: int = _help("Steps of that way.", 0)
-    mixed_precision: str | None = _help("no, bf16 or fp16; by default as accelerate is configured.", None)
+    mixed_precision: str | None = _help("no or bf16; by default as accelerate is configured.", None)
     gradient_checkpointing: bool = _help("Compute activations twice to save memory.", False)
     compile: bool = _help("torch.compile the model.", False)
     evaluate_every: int = _help("Steps between evaluations and looks at the masks; 0: at the end.", 200)
@@ -121,6 +121,11 @@ class RunArguments:
         for name in (*(self.compare or ()), *([self.control] if self.control else ())):
             if name not in CONTROLS:
                 raise ValueError(f"control {name!r} is not one of {', '.join(CONTROLS)}")
+        if self.density_start is not None and not (0 < self.density_start <= 1 and self.density_steps > 0):
+            raise ValueError(
+                f"density_start {self.density_start} over density_steps {self.density_steps}: give a density "
+                "in (0, 1] and how many steps the way from it takes"
+            )
 
 
 # How a run goes, not what it computes: these may differ when a run is resumed.
@@ -147,7 +152,7 @@ def parse_arguments(words: Sequence[str] | None = None, description: str | None 
     """Arguments from a command line, which may name a preset with --config."""
     words = list(sys.argv[1:] if words is None else words)
     groups: Any = (ModelArguments, DataArguments, RunArguments)
-    parser = HfArgumentParser(groups, description=description)
+    parser = HfArgumentParser(groups, description=description, allow_abbrev=False)
     parser.add_argument("--config", help="YAML preset; the command line overrides it")
     preset = [word for word in _preset_path(words) for word in _preset_words(parser, word)]
     try:

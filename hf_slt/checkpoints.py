@@ -82,14 +82,16 @@ class Checkpoints:
         self.keep = keep
 
     def begin(self, resume: bool, overwrite: bool) -> None:
-        """Refuse a folder with checkpoints, unless they are to be gone on from or thrown away."""
-        if resume or not self._found():
+        """Refuse the folder of an earlier run, unless it is to be gone on from or thrown away."""
+        for left in self.folder.glob(".step-*"):  # half written when a run was killed
+            shutil.rmtree(left)
+        if resume or not (self._found() or (self.folder.parent / "report.json").exists()):
             return
         if not overwrite:
             raise CheckpointError(
-                f"{self.folder} holds checkpoints of a run; add --resume true or --overwrite true"
+                f"{self.folder.parent} is of an earlier run; add --resume true or --overwrite true"
             )
-        shutil.rmtree(self.folder)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def save(self, snapshot: Snapshot) -> Path:
         """Write a checkpoint; then, and only then, remove those that are no longer kept."""

@@ -16,6 +16,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import GenerationConfig, GPT2Config
 from transformers.utils import logging
 
+from .masking import RULES
 from .random_weights import GENERATOR, LAWS
 
 logger = logging.get_logger(__name__)
@@ -106,7 +107,7 @@ class SupermaskGPT2Config(GPT2Config):
         _one_of("embedding_law", self.embedding_law, (None, *LAWS))
         _one_of("embedding", self.embedding, ("masked", "frozen", "trained"))
         _one_of("state", self.state, ("scores", "ticket"))
-        _one_of("rule", self.rule, ("edge_popup",))
+        _one_of("rule", self.rule, tuple(RULES))
         if self.weight_generator != GENERATOR:
             raise ValueError(
                 f"weight_generator {self.weight_generator!r} is not {GENERATOR!r}, the one of this version "

@@ -99,7 +99,8 @@ def evaluate_blocks(
             batch_nats, count = _sum_nats(model, ids, labels)
             nats, tokens = nats + batch_nats, tokens + count
     if reduce is not None:
-        nats, tokens = reduce(torch.tensor([nats, tokens], dtype=torch.float64, device=device)).tolist()
+        exact = torch.float32 if device.type == "mps" else torch.float64  # which has no float64
+        nats, tokens = reduce(torch.tensor([nats, tokens], dtype=exact, device=device)).tolist()
     if not tokens:
         raise EvaluationError("no token to predict in the batches; give at least one block of 2 tokens")
     measures = _measures(nats, int(tokens))

@@ -61,5 +61,5 @@ def staged(
 
 
 def _flush(path: Path) -> None:
-    with open(path, "rb") as file:
+    with open(path, "rb+") as file:
         os.fsync(file.fileno())

@@ -258,6 +258,7 @@ class SupermaskLayer(nn.Module):
         with torch.inference_mode(False), torch.no_grad():
             if not self._is_current():
                 self.materialise()
+            self._filled.clear()  # in use now: first values need not be held, and may be sharded away
             masks = {part.name: self._select(part, one) for part, one in zip(self.parts, scores, strict=True)}
             if not self._masks or not all(torch.equal(masks[name], self._masks[name]) for name in masks):
                 # Not in place: a graph of the last masks may still need them.

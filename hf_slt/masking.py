@@ -71,6 +71,11 @@ class Selector:
         flat = values.detach().contiguous().view(-1)
         mask = self._above(flat)
         if mask is None or int(mask.sum()) != count:
+            if not bool(torch.isfinite(flat.sum())):  # one bad score is enough
+                raise ValueError(
+                    "scores are not finite, so they cannot be ranked: the loss diverged or a checkpoint is "
+                    "damaged; lower the learning rate or clip gradients"
+                )
             self.threshold = _kth_largest(flat, count)
             self.last_tie = -1
             mask = flat > self.threshold
@@ -119,16 +124,11 @@ def _kth_largest(flat: Tensor, count: int) -> Tensor:
         inside &= ~over
     candidates = flat[inside]
     if not beyond < count <= beyond + len(candidates):
-        return _sorted_kth(flat, count)  # the sample was not typical (or not finite)
+        return _sorted_kth(flat, count)  # the sample was not typical
     return _sorted_kth(candidates, count - beyond)
 
 
 def _sorted_kth(flat: Tensor, count: int) -> Tensor:
-    if not bool(torch.isfinite(flat).all()):
-        raise ValueError(
-            "scores are not finite, so they cannot be ranked: the loss diverged or a checkpoint is damaged; "
-            "lower the learning rate or clip gradients"
-        )
     return flat.sort(descending=True).values[count - 1]
 
 

@@ -19,6 +19,7 @@ from .masking import RULES, keep_largest, kept_count
 
 logger = logging.get_logger(__name__)
 
+PATIENCE = 10.0  # seconds in which a second signal is taken for the first
 COLLAPSED = 0.9  # share of a layer's outputs without a weight that is worth a warning
 
 
@@ -35,7 +36,7 @@ def masks_of(config: SupermaskGPT2Config, parameters: dict[str, Tensor], density
 def look_at(masks: dict[str, Tensor], before: dict[str, Tensor]) -> dict[str, Any]:
     """What the masks are like, and which share of their bits changed since the last look."""
     flipped = sum(int((mask != before[name]).sum()) for name, mask in masks.items()) if before else 0
-    empty = {name: float((~mask.any(0)).float().mean()) for name, mask in masks.items()}
+    empty = {name: float((~mask.any(_input_axis(name))).float().mean()) for name, mask in masks.items()}
     for name, share in empty.items():
         if share > COLLAPSED:
             logger.warning(f"{name}: {share:.0%} of its outputs have no weight left; the layer collapses")
@@ -44,6 +45,11 @@ def look_at(masks: dict[str, Tensor], before: dict[str, Tensor]) -> dict[str, An
         "density": {name: float(mask.float().mean()) for name, mask in masks.items()},
         "empty_columns": empty,
     }
+
+
+def _input_axis(name: str) -> int:
+    # Tables are stored (outputs, inputs), all else as Conv1D (inputs, outputs).
+    return 1 if name.split(".")[-2] in ("wte", "wpe", "lm_head", "score") else 0
 
 
 class Log:
@@ -84,10 +90,10 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
 
 class Interruption:
-    """SIGINT and SIGTERM ask the loop to stop after the step; a second one stops at once."""
+    """SIGINT and SIGTERM ask the loop to stop after the step; one more, some seconds later, stops at once."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.asked, self.since = False, 0.0
 
     def __enter__(self) -> "Interruption":
         self.before = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -98,9 +104,11 @@ class Interruption:
             signal.signal(number, handler)
 
     def _ask(self, number: int, frame: Any) -> None:
-        if self.asked:
+        # A launcher passes on the signal that the terminal already sent: that is one wish, not two.
+        if self.asked and time.monotonic() - self.since > PATIENCE:
             raise KeyboardInterrupt
-        self.asked = True
+        if not self.asked:
+            self.asked, self.since = True, time.monotonic()
 
     def agreed(self, accelerator: Accelerator) -> bool:
         """Whether any process was asked: all of them then stop after the same step."""

@@ -19,7 +19,7 @@ from .hub import LABELS, describe_environment, gap_closed, write_card
 from .monitoring import read_log
 from .plots import plot_comparison, plot_masks, plot_run
 from .ticket import MASK_FILE, read_arrays, read_header, unpack_mask
-from .training import train
+from .training import check_twin, train
 
 
 def train_and_compare(arguments: Arguments, template: Path, prompt: str | None = None) -> dict[str, Any]:
@@ -28,11 +28,18 @@ def train_and_compare(arguments: Arguments, template: Path, prompt: str | None =
     Empty where the run was interrupted, and in all processes but the first.
     """
     own: str = arguments.run.control or "ticket"
-    reports, folders = {own: train(arguments)}, {own: Path(arguments.run.output_dir)}
-    for control in arguments.run.compare or ():
-        folders[control] = folders[own] / control
-        run = replace(arguments.run, control=control, compare=None, output_dir=str(folders[control]))
-        reports[control] = train(replace(arguments, run=run))
+    if "dense" in (own, *(arguments.run.compare or ())):
+        check_twin(arguments.model)  # now, not after hours of training
+    reports, folders = {}, {own: Path(arguments.run.output_dir)}
+    for name in (own, *(arguments.run.compare or ())):
+        run = arguments.run
+        if name != own:
+            folders[name] = folders[own] / name
+            run = replace(run, control=name, compare=None, output_dir=str(folders[name]))
+        found = train(replace(arguments, run=run))
+        if found is None:
+            return {}
+        reports[name] = found
     if not all(reports.values()):
         return {}
     logs = {name: read_log(folder / "log.jsonl") for name, folder in folders.items()}
@@ -47,15 +54,16 @@ def train_and_compare(arguments: Arguments, template: Path, prompt: str | None =
         print(table(reports))
         if report["gap_closed"] is not None:
             print(f"gap closed between random mask and dense twin: {report['gap_closed']:.1%}")
-    for name, folder in folders.items():
-        if name != "dense":
-            _dress(folder, template, name, reports, logs[name], arguments)
+    if own != "dense":
+        _dress(folders[own], template, own, reports, logs[own])
+    with replacing(folders[own] / "report.json") as temporary:
+        temporary.write_text(json.dumps(report, indent=1) + "\n")
     if prompt is not None:
         report["samples"] = {name: sample(one["saved"], prompt) for name, one in reports.items()}
         for name, text in report["samples"].items():
             print(f"\n--- {LABELS.get(name, name)} goes on after {prompt!r}:\n{text}")
-    with replacing(folders[own] / "report.json") as temporary:
-        temporary.write_text(json.dumps(report, indent=1) + "\n")
+        with replacing(folders[own] / "report.json") as temporary:
+            temporary.write_text(json.dumps(report, indent=1) + "\n")
     print(f"\nsaved in {folders[own]}: " + ", ".join(sorted(path.name for path in folders[own].iterdir())))
     return report
 
@@ -76,7 +84,10 @@ def sample(folder: str, prompt: str, tokens: int = 60) -> str:
     """Text that a saved model goes on with, the same at every call."""
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     torch.manual_seed(0)
-    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    room = model.config.n_positions - tokens if model.config.n_positions > tokens else 1
+    inputs = tokenizer(
+        prompt, return_tensors="pt", return_token_type_ids=False, truncation=True, max_length=room
+    )
     limit = min(tokens, model.config.n_positions - inputs["input_ids"].shape[1])
     ids = model.generate(
         **inputs, max_new_tokens=limit, do_sample=True, top_k=40, pad_token_id=tokenizer.eos_token_id
@@ -84,14 +95,7 @@ def sample(folder: str, prompt: str, tokens: int = 60) -> str:
     return str(tokenizer.decode(ids[0], skip_special_tokens=True))
 
 
-def _dress(
-    folder: Path,
-    template: Path,
-    name: str,
-    reports: Mapping[str, Any],
-    records: list[dict],
-    arguments: Arguments,
-) -> None:
+def _dress(folder: Path, template: Path, name: str, reports: Mapping[str, Any], records: list[dict]) -> None:
     """Put figures and card beside the masks: the folder is then ready to share."""
     ticket = folder / "ticket"
     header = read_header(ticket / MASK_FILE)

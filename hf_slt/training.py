@@ -9,6 +9,7 @@ Because all else follows from the step, a run that was killed goes on to the sam
 processes see the batches that one would have seen.
 """
 
+import hashlib
 import json
 import math
 from contextlib import nullcontext
@@ -17,12 +18,13 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from tqdm.auto import tqdm
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
-from .arguments import FREE_TO_CHANGE, Arguments, RunArguments
+from .arguments import FREE_TO_CHANGE, Arguments, ModelArguments, RunArguments
 from .batches import Batches, validation_batches
 from .checkpoints import WHOLE, Checkpoints, Snapshot
 from .configuration_supermask_gpt2 import SupermaskGPT2Config
@@ -74,16 +76,18 @@ def build_model(arguments: Arguments, corpus: Corpus) -> PreTrainedModel:
     return SupermaskGPT2LMHeadModel(config)
 
 
-def dense_twin(config: SupermaskGPT2Config) -> GPT2LMHeadModel:
-    """Stock GPT-2 of the same sizes, freshly initialised, all weights trained."""
-    if (
-        not config.layer_norm
-        or config.qk_width != config.v_width
-        or config.qk_width * config.n_head != config.n_embd
-    ):
+def check_twin(model: SupermaskGPT2Config | ModelArguments) -> None:
+    """Raise ValueError for a model that stock GPT-2 cannot be."""
+    width = model.n_embd / model.n_head
+    if not model.layer_norm or not (model.n_qk or width) == (model.n_v or width) == width:
         raise ValueError(
             "stock GPT-2 has LayerNorm and heads of n_embd / n_head; there is no dense twin of this"
         )
+
+
+def dense_twin(config: SupermaskGPT2Config) -> GPT2LMHeadModel:
+    """Stock GPT-2 of the same sizes, freshly initialised, all weights trained."""
+    check_twin(config)
     names = GPT2Config().to_dict().keys() & config.to_dict().keys()
     own = {"model_type", "architectures", "transformers_version", "initializer_range"}
     torch.manual_seed(config.seed)
@@ -157,10 +161,13 @@ class Run:
         self.best: tuple[int, float] | None = None  # step and validation loss
         self.masks: dict[str, Tensor] = {}  # at the last look
         self.checkpoints = Checkpoints(self.folder, self._identity(), self.run.keep_checkpoints)
+        if self.accelerator.mixed_precision == "fp16":
+            raise ValueError("fp16 needs a loss scale, which no checkpoint here holds; use bf16")
+        found: list[Path | None] = [None]
         if self.accelerator.is_main_process:
             self.checkpoints.begin(self.run.resume, self.run.overwrite)
-        self.accelerator.wait_for_everyone()
-        if path := self.checkpoints.latest():
+            found = [self.checkpoints.latest()]
+        if path := broadcast_object_list(found)[0]:  # the first process decides for all
             snapshot = self.checkpoints.load(path)
             snapshot.restore(self.model, self.optimizer.optimizer)
             self.done, self.best, self.masks = snapshot.step, snapshot.best, snapshot.masks
@@ -184,13 +191,22 @@ class Run:
             raise ValueError("epochs and warmup_epochs need data of known length; give steps when streaming")
         per_epoch = max(1, len(self.corpus.train) // self.batches.width)
         steps = run.steps if run.epochs is None else round(run.epochs * per_epoch)
+        if steps < 1:
+            raise ValueError(f"epochs {run.epochs} of {per_epoch} steps make none; train for longer")
         return steps, run.warmup_steps if run.warmup_epochs is None else round(run.warmup_epochs * per_epoch)
 
     def _identity(self) -> dict[str, Any]:
         """What must be the same for a checkpoint to be gone on from."""
         flat = self.arguments.flat()
         identity = {name: value for name, value in flat.items() if name not in FREE_TO_CHANGE}
-        return {**identity, "text": self.corpus.digest, "processes": self.accelerator.num_processes}
+        tokenizer = self.corpus.tokenizer.backend_tokenizer.to_str()
+        return {
+            **identity,
+            "text": self.corpus.digest,
+            "tokenizer_sha256": hashlib.sha256(tokenizer.encode()).hexdigest(),
+            "precision": self.accelerator.mixed_precision,
+            "processes": self.accelerator.num_processes,
+        }
 
     def loop(self) -> bool:
         """Train from where the run stands; False if a signal ended it before the last step."""
@@ -244,14 +260,21 @@ class Run:
                 self.accelerator.backward(loss)
             total += loss.detach()
         norm = self.accelerator.clip_grad_norm_(model.parameters(), run.clip or math.inf)
+        norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        if not math.isfinite(norm):
+            raise ValueError(
+                f"the gradient of step {self.done} is not finite: the run diverged; lower the learning rate, "
+                "and go on from an earlier checkpoint"
+            )
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.done += 1
-        return total, float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        return total, norm
 
     def _set_density(self) -> float:
-        run = self.run
-        density = density_at(self.done, self.arguments.model.density, run.density_start, run.density_steps)
+        run, density = self.run, self.arguments.model.density
+        if self.done < self.steps:  # what is saved at the end is always of the density asked for
+            density = density_at(self.done, density, run.density_start, run.density_steps)
         for module in self.accelerator.unwrap_model(self.model).modules():
             if isinstance(module, SupermaskLayer):
                 module.density = density
@@ -259,6 +282,7 @@ class Run:
 
     def look(self) -> bool:
         """Evaluate and look at the masks; True if this is the best so far."""
+        density = self._set_density()
         measures = evaluate_blocks(
             self.model,
             validation_batches(self.corpus.validation, self.run.batch_size, self.accelerator),
@@ -267,11 +291,11 @@ class Run:
         )
         self.log.write("evaluation", self.done, **measures)
         if isinstance(self.config, SupermaskGPT2Config):
-            masks = masks_of(self.config, self._whole_parameters(), self._set_density())
+            masks = masks_of(self.config, self._whole_parameters(), density)
             if self.accelerator.is_main_process:
                 self.log.write("masks", self.done, **look_at(masks, self.masks))
             self.masks = masks
-        improved = self.best is None or measures["loss"] < self.best[1]
+        improved = measures["loss"] < (math.inf if self.best is None else self.best[1])
         if improved:
             self.best = (self.done, measures["loss"])
         return improved
@@ -322,9 +346,12 @@ class Run:
         return report
 
 
-def train(arguments: Arguments) -> dict[str, Any]:
-    """Run to the end, or to a signal; the report (empty if interrupted) is also in output_dir/report.json."""
+def train(arguments: Arguments) -> dict[str, Any] | None:
+    """Run to the end; the report, also in output_dir/report.json, is empty in all processes but the first.
+
+    None, in all processes, if a signal ended the run before its last step.
+    """
     run = Run(arguments)
-    report = run.finish() if run.loop() else {}
+    report = run.finish() if run.loop() else None
     run.accelerator.end_training()
     return report

@@ -78,6 +78,14 @@ def test_scores_that_are_not_numbers_are_refused(size):
         keep_largest(values, 10)
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_one_bad_score_among_many_is_refused(bad):
+    values = make_values(100_000, 0, 1)
+    values[77] = bad
+    with pytest.raises(ValueError, match="not finite"):
+        keep_largest(values, 10)
+
+
 @pytest.mark.parametrize("count", [0, 6])
 def test_impossible_counts(count):
     with pytest.raises(ValueError, match=f"cannot keep {count} of 5"):

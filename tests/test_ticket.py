@@ -234,6 +234,14 @@ DAMAGES = {
         lambda folder: edit_json(folder, "config.json", seed=8),
         "seed|digest",
     ),
+    "a config of another activation": (
+        lambda folder: edit_json(folder, "config.json", activation_function="relu"),
+        "made for activation_function='gelu_new', but config.json says 'relu'",
+    ),
+    "a config without LayerNorm": (
+        lambda folder: edit_json(folder, "config.json", layer_norm=False),
+        "made for layer_norm=True",
+    ),
     "a config of another digest": (
         lambda folder: edit_json(folder, "config.json", mask_digest="0" * 64),
         "is not the 00000000... in config.json; the file is damaged or belongs to another ticket",

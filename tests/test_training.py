@@ -23,7 +23,8 @@ from hf_slt.arguments import CONTROLS, FREE_TO_CHANGE, Arguments, parse_argument
 from hf_slt.batches import Batches, block_order, validation_batches
 from hf_slt.checkpoints import CheckpointError
 from hf_slt.data import TokenBlocks, load_blocks
-from hf_slt.monitoring import look_at, read_log
+from hf_slt.evaluation import evaluate_blocks
+from hf_slt.monitoring import Interruption, look_at, read_log
 from hf_slt.report import train_and_compare
 from hf_slt.training import Run, build_model, build_optimizer, density_at, group_of, rate_at, train
 
@@ -106,6 +107,8 @@ def test_defaults_then_preset_then_command_line(tmp_path):
         ("- a list", [], "is not a list of 'name: value' lines"),
         ("a: [", [], "is not YAML"),
         ("", ["--stepz", "3"], "stepz"),
+        ("", ["--step", "3"], "step"),  # no abbreviations either
+        ("", ["--density_start", "2", "--density_steps", "5"], "density_start 2.0 over density_steps 5"),
         ("", ["--control", "dens"], "control 'dens' is not one of dense, random_mask, frozen_embeddings"),
         ("", ["--steps", "0"], "steps 0 is not positive"),
         ("", ["--block_size", "1"], "block_size 1"),
@@ -349,7 +352,51 @@ def test_controls_and_their_table(base, tmp_path, capsys):
     )
     frozen = verify_ticket(tmp_path / "run" / "frozen_embeddings" / "ticket")
     assert not frozen.tensors["wte"].masked
+    assert not (tmp_path / "run" / "random_mask" / "ticket" / "README.md").exists()  # a card is of the ticket
+    card = (tmp_path / "run" / "ticket" / "README.md").read_text()
+    assert f"| ticket | {report['ticket']:.4f} |" in card
+    assert f"| random mask | {report['random_mask']:.4f} |" in card
     assert verify_ticket(tmp_path / "run" / "random_mask" / "ticket").tensors["wte"].masked
+
+
+def test_a_signal_ends_the_controls_too(base, tmp_path, monkeypatch, capsys):
+    words = [*base, "--output_dir", str(tmp_path / "run"), "--compare", "random_mask", "dense"]
+    monkeypatch.setattr("hf_slt.monitoring.Interruption.agreed", lambda self, accelerator: True)
+    assert train_and_compare(parse_arguments(words), ROOT / "model_cards" / "template.md") == {}
+    assert "interrupted after step 1; go on with --resume" in capsys.readouterr().out
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["checkpoints", "log.jsonl"]
+
+
+def test_two_signals_at_once_are_one_wish():
+    with Interruption() as interruption:
+        for _ in range(3):  # the terminal's and the launcher's
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert interruption.asked
+        interruption.since -= 60
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_run_that_diverges_stops(arguments, monkeypatch):
+    run = Run(arguments())
+    monkeypatch.setattr(run.accelerator, "clip_grad_norm_", lambda *a: torch.tensor(float("nan")))
+    with pytest.raises(ValueError, match="gradient of step 0 is not finite: the run diverged"):
+        run.loop()
+
+
+def test_the_ramp_ends_at_the_density_of_the_ticket(arguments):
+    report = train(arguments("--density_start", "1", "--density_steps", "12", "--density", "0.2"))
+    folder = Path(report["saved"]).parent
+    last = [record for record in read_log(folder / "log.jsonl") if record["kind"] == "masks"][-1]
+    assert all(value == pytest.approx(0.2, abs=0.01) for value in last["density"].values())
+    model = AutoModelForCausalLM.from_pretrained(folder / "ticket")
+    measured = evaluate_blocks(model, [load_blocks(arguments().data).validation[:]["input_ids"]])
+    assert measured["loss"] == pytest.approx(report["loss"], rel=1e-6)
+
+
+def test_passes_too_few_for_a_step(arguments):
+    with pytest.raises(ValueError, match="make none; train for longer"):
+        train(arguments("--epochs", "0.001"))
 
 
 def test_no_dense_twin_of_what_stock_gpt2_cannot_be(arguments):
@@ -443,7 +490,7 @@ def test_killed_and_resumed_to_the_same_bits(base, tmp_path, number):
 
 def test_another_run_is_refused_with_the_difference(arguments):
     train(arguments())
-    with pytest.raises(CheckpointError, match="add --resume true or --overwrite true"):
+    with pytest.raises(CheckpointError, match="is of an earlier run; add --resume true or --overwrite true"):
         train(arguments())
     with pytest.raises(
         CheckpointError, match=r"of another run: density was 0.3, is 0.5, learning_rate was 0.01, is 0.02"
