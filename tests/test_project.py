@@ -17,13 +17,14 @@ README = (ROOT / "README.md").read_text()
 
 # Each module may import those on lines above its own, and nothing below: imports go down only.
 ORDER = """
-random_weights files subset_sum
+random_weights files subset_sum attention_hessian
 masking ticket
 configuration_supermask_gpt2
 layers
 modeling_supermask_gpt2
 plots corpus evaluation theory
 causal_lm_loss data curvature hub
+curvature_advice
 arguments checkpoints batches
 monitoring
 training

@@ -1,0 +1,291 @@
+"""What a person training a supermask asks of its curvature: how uneven are the blocks, and what to do.
+
+value-to-query ratio -> the query/key scale where it is one, and a learning rate for each group of scores.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from .curvature import BLOCKS, Batch, BlockCurvature, block_curvature, progress_bar
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+# ---------------------------------------------------------------------------------------------------
+# What a person training a supermask asks
+
+
+@torch.no_grad()
+def attention_moments(model: PreTrainedModel, batch: Batch, *, relative: bool = False) -> Tensor:
+    """Mean over positions of tr M2, (layers, heads): how spread each head's attention is. Forward only.
+
+        tr M2_i = sum_j A_ij |x_j|^2 - |sum_j A_ij x_j|^2,     x = the input of the attention
+
+    A head near zero attends to one position (or to positions that are alike): every derivative of the
+    loss by its query and key carries M2 as a factor, so its query and key scores get no gradient.
+    `relative` divides by the trace that uniform attention would have: 1 is uniform, 0 one-hot.
+    """
+    mapping = {"input_ids": batch} if isinstance(batch, Tensor) else batch
+    inputs = {"input_ids": mapping["input_ids"].to(model.device)}
+    length = inputs["input_ids"].shape[1]
+    seen = torch.ones(length, length, dtype=torch.bool, device=model.device).tril()[None, None]
+    counted = torch.ones_like(inputs["input_ids"], dtype=torch.bool)
+    if mapping.get("attention_mask") is not None:
+        inputs["attention_mask"] = mapping["attention_mask"].to(model.device)
+        counted = inputs["attention_mask"].bool()
+        seen = seen & counted[:, None, None, :] | torch.eye(length, dtype=torch.bool, device=model.device)
+    heads = model.config.n_head
+    traces = []
+
+    def spread(shares: Tensor, x: Tensor) -> Tensor:
+        """(batch, heads) from attention (batch, heads, i, j) and inputs (batch, j, width)."""
+        x = x - x.mean(1, keepdim=True)  # tr M2 does not see the mean; subtracting it saves digits
+        mean = torch.einsum("bhij,bjr->bhir", shares, x)
+        trace = torch.einsum("bhij,bj->bhi", shares, x.square().sum(-1)) - mean.square().sum(-1)
+        weights = counted[:, None].to(x)
+        return (trace.clamp(min=0) * weights).sum((0, 2)) / weights.sum()
+
+    def record(attention: nn.Module) -> Callable:
+        def hook(_: nn.Module, arguments: tuple[Tensor, ...], qkv: Tensor) -> None:
+            x = arguments[0].float()
+            width = getattr(model.config, "qk_width", model.config.n_embd // heads) * heads
+            query, key = (
+                part.float().unflatten(-1, (heads, -1)).transpose(1, 2)
+                for part in (qkv[..., :width], qkv[..., width : 2 * width])
+            )
+            logits = (query @ key.transpose(-1, -2)) * attention.scaling
+            trace = spread(logits.masked_fill(~seen, -math.inf).softmax(-1), x)
+            if relative:
+                uniform = seen.expand(len(x), 1, -1, -1).to(x)
+                trace = trace / spread(uniform / uniform.sum(-1, keepdim=True), x)
+            traces.append(trace)
+
+        return hook
+
+    base: Any = getattr(model, "transformer", model)
+    hooks = [block.attn.c_attn.register_forward_hook(record(block.attn)) for block in base.h]
+    training = model.training
+    model.eval()
+    try:
+        base(**inputs, use_cache=False)
+    finally:
+        model.train(training)
+        for hook in hooks:
+            hook.remove()
+    return torch.stack(traces)
+
+
+def value_to_query(rows: Iterable[BlockCurvature]) -> dict[int, float]:
+    """Per layer, the norm of the value block over that of the query block: 1 is even, as with LayerNorm."""
+    norms = {(row.layer, row.block): row.norm for row in rows}
+    return {
+        layer: norms[layer, "v"] / norms[layer, "q"] if norms[layer, "q"] else math.inf
+        for layer, block in norms
+        if block == "v" and (layer, "q") in norms
+    }
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What the measured curvature suggests for training the scores of a model.
+
+    `qk_scale`: at which the query and key scores bend the loss as much as the value scores do.
+    `rates`: factors on the score learning rate per block, geometric mean 1.
+    `value_to_query`: the ratio at the model's own scale, geometric mean over layers; `curve`: the ratio
+    (root mean square curvature of v over that of q and k) at every scale that was tried.
+    """
+
+    qk_scale: float
+    rates: dict[str, float]
+    value_to_query: float
+    curve: list[tuple[float, float]]
+
+    def arguments(self) -> dict[str, float]:
+        """The same as options of `train_gpt2_slt.py`; fc and proj share their geometric mean there."""
+        names = {"q": "query", "k": "key", "v": "value", "o": "output", "embedding": "embedding"}
+        rates = {f"{name}_rate": self.rates[block] for block, name in names.items() if block in self.rates}
+        mlp = math.sqrt(self.rates["fc"] * self.rates["proj"])
+        return {"qk_scale": self.qk_scale, **rates, "mlp_rate": mlp}
+
+
+def advise(
+    model: PreTrainedModel,
+    batches: Batch | Iterable[Batch],
+    *,
+    factors: Sequence[float] = (0.35, 0.5, 0.71, 1.0, 1.41, 2.0, 2.83),
+    adaptive: bool = True,
+    limit: float = 8.0,
+    probes: int = 8,
+    seed: int = 0,
+    dtype: torch.dtype | None = None,
+    progress: bool = False,
+) -> Advice:
+    """Suggest `qk_scale` and per-block score learning rates from the blocks measured in score space.
+
+    Small logits make the query's and key's score curvature grow as the fourth power of the scale, until
+    attention sharpens; so the balance is measured at `factors` times the model's own scale, and the
+    scale where v equals q and k is interpolated. Where they never meet, the nearest is taken.
+
+    With curvature h a plain gradient step should be 1/h. An adaptive optimizer divides by the gradient's
+    root mean square already, which near a fit goes as sqrt(h) (the Gauss-Newton matrix is the gradient's
+    covariance), and leaves 1/sqrt(h) to the rate. Rates stay within `limit` of each other's mean.
+
+    Nothing is promised of the loss: it is a measured starting point, not a search.
+    """
+    own = _own_qk_scale(model)
+
+    def measure(factor: float, blocks: Sequence[str]) -> dict[str, float]:
+        rows = block_curvature(
+            model,
+            batches,
+            blocks,
+            "score",
+            probes,
+            seed,
+            qk_factor=factor,
+            parts=False,
+            eigenvalues=False,
+            dtype=dtype,
+        )
+        return {
+            block: math.exp(np.mean([math.log(max(row.rms, 1e-300)) for row in rows if row.block == block]))
+            for block in dict.fromkeys(row.block for row in rows)
+        }
+
+    curve = []
+    for factor in progress_bar(sorted({*factors, 1.0}), "query/key scale", progress):
+        at = measure(factor, ("q", "k", "v"))
+        curve.append((own * factor, at["v"] / math.sqrt(at["q"] * at["k"])))
+    scale = _where_even(curve)
+    at = measure(scale / own, BLOCKS)
+    logs = {block: -(0.5 if adaptive else 1.0) * math.log(value) for block, value in at.items()}
+    mean = sum(logs.values()) / len(logs)
+    rates = {block: min(limit, max(1 / limit, math.exp(value - mean))) for block, value in logs.items()}
+    present = dict(curve)[own]
+    return Advice(qk_scale=scale, rates=rates, value_to_query=present, curve=curve)
+
+
+def _own_qk_scale(model: PreTrainedModel) -> float:
+    scale = getattr(model.config, "qk_scale", 1.0)
+    return model.config.qk_width**0.25 if scale == "paper" else float(scale)
+
+
+def _where_even(curve: Sequence[tuple[float, float]]) -> float:
+    """The first scale, going up, at which the ratio falls through 1; without one, where it is closest to 1.
+
+    >>> round(_where_even([(1.0, 16.0), (4.0, 1 / 16)]), 6)
+    2.0
+    """
+    points = [(math.log(scale), math.log(ratio)) for scale, ratio in curve]
+    for (a, fa), (b, fb) in itertools.pairwise(points):
+        if fa >= 0 >= fb and fa > fb:
+            return math.exp(a + (b - a) * fa / (fa - fb))
+    return math.exp(min(points, key=lambda point: abs(point[1]))[0])
+
+
+# ---------------------------------------------------------------------------------------------------
+# Rows -> text and figure
+
+
+def curvature_report(
+    model: PreTrainedModel,
+    batches: Batch | Iterable[Batch],
+    *,
+    layer_norm: Sequence[str] = ("keep", "remove"),
+    **options: Any,
+) -> dict[str, list[BlockCurvature]]:
+    """`block_curvature` with and without LayerNorm, by label; only the latter for a model that has none."""
+    names = {"keep": "LayerNorm", "remove": "no LayerNorm"}
+    if not getattr(model.config, "layer_norm", True):
+        layer_norm = ["remove"]
+    return {names[how]: block_curvature(model, batches, layer_norm=how, **options) for how in layer_norm}
+
+
+def report_records(report: Mapping[str, Sequence[BlockCurvature]]) -> list[dict[str, Any]]:
+    """A report as plain records, one per label, layer and block, for JSON."""
+    return [{"setting": label, **asdict(row)} for label, rows in report.items() for row in rows]
+
+
+def format_report(report: Mapping[str, Sequence[BlockCurvature]]) -> str:
+    """Layers by blocks as text: Frobenius norms of H, and value to query.
+
+    >>> row = BlockCurvature(0, "q", "weight", 4, 0.02, 0.01, 0.01, 0.0, 0.0)
+    >>> print(format_report({"LayerNorm": [row]}))
+    LayerNorm, norms of H over weights
+    layer        q
+        0  2.0e-02
+    """
+    lines = []
+    for label, rows in report.items():
+        blocks = list(dict.fromkeys(row.block for row in rows if row.layer is not None))
+        norms = {(row.layer, row.block): row.norm for row in rows}
+        ratios = value_to_query(rows)
+        space = rows[0].space if rows else "weight"
+        lines += ["", f"{label}, norms of H over {space}s"]
+        lines.append("layer" + "".join(f"  {block:>7}" for block in blocks) + ("      v/q" if ratios else ""))
+        for layer in dict.fromkeys(row.layer for row in rows if row.layer is not None):
+            cells = [norms.get((layer, block), math.nan) for block in blocks]
+            cells += [ratios[layer]] if layer in ratios else []
+            lines.append(f"{layer:>5}" + "".join(f"  {cell:7.1e}" for cell in cells))
+        if (None, "embedding") in norms:
+            lines.append(f"embedding  {norms[None, 'embedding']:7.1e}")
+    return "\n".join(lines[1:])
+
+
+def plot_report(
+    report: Mapping[str, Sequence[BlockCurvature]], path: str, *, title: str | None = None
+) -> None:
+    """Draw a report: layers by blocks, norms on one log colour scale, value to query at the side."""
+    from matplotlib.colors import LogNorm
+    from matplotlib.figure import Figure
+
+    norms = [row.norm for rows in report.values() for row in rows if row.norm > 0]
+    if not norms:
+        raise ValueError("nothing to draw: no block has any curvature")
+    colours = LogNorm(min(norms), max(max(norms), 1.001 * min(norms)))
+    deepest = max(len({row.layer for row in rows}) for rows in report.values())
+    figure = Figure(figsize=(1.5 + 5.2 * len(report), 1.6 + 0.45 * deepest), layout="constrained")
+    axes = figure.subplots(1, len(report), squeeze=False)[0]
+    for axis, (label, rows) in zip(axes, report.items(), strict=True):
+        blocks = list(dict.fromkeys(row.block for row in rows))
+        layers = list(dict.fromkeys(row.layer for row in rows))
+        table = np.full((len(layers), len(blocks)), np.nan)
+        for row in rows:
+            value = row.norm if row.norm > 0 else np.nan
+            table[layers.index(row.layer), blocks.index(row.block)] = value
+        image = axis.imshow(table, norm=colours, cmap="viridis", aspect="auto")
+        for (i, j), value in np.ndenumerate(table):
+            if not np.isnan(value):
+                dark = colours(value) < 0.6
+                axis.text(
+                    j, i, f"{value:.0e}", ha="center", va="center", fontsize=7, color="w" if dark else "k"
+                )
+        ratios = value_to_query(rows)
+        axis.set_xticks(range(len(blocks)), blocks)
+        axis.set_yticks(
+            range(len(layers)),
+            [
+                "table"
+                if layer is None
+                else f"{layer}   v/q {ratios[layer]:.2g}"
+                if layer in ratios
+                else str(layer)
+                for layer in layers
+            ],
+        )
+        axis.set_title(label)
+        axis.set_ylabel("layer")
+    space = next(iter(report.values()))[0].space
+    figure.colorbar(image, ax=list(axes), label=f"Frobenius norm of H over {space}s")
+    figure.suptitle(title or "Curvature by layer and block")
+    figure.savefig(path, dpi=150)
