@@ -85,7 +85,7 @@ _LENIENT = tuple(
 _HUB_OPTIONS = ("repo_id", "commit_message", "private", "token", "revision", "create_pr")
 
 
-def eager_attention(
+def eager_attention_forward(
     module: nn.Module,
     query: Tensor,  # batch, heads, queries, n_qk
     key: Tensor,  # batch, heads, keys, n_qk
@@ -135,7 +135,7 @@ class SupermaskGPT2Attention(nn.Module):
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention
+            self.config._attn_implementation, eager_attention_forward
         )
         mixed, shares = attend(
             self,
