@@ -41,13 +41,15 @@ class Batches:
     def of_step(self, step: int) -> Iterator[dict[str, Tensor]]:
         """The micro-batches of a step for this process, on its device."""
         first = step * self.width
-        if isinstance(self.blocks, StreamedBlocks):
-            rows = self._from_stream(first)
-        else:
-            rows = [self.blocks[self._index(first + place)]["input_ids"] for place in range(self.width)]
+        streamed = self._from_stream(first) if isinstance(self.blocks, StreamedBlocks) else None
         for micro in range(self.accumulation):
             start = (micro * self.processes + self.rank) * self.batch_size
-            ids = torch.from_numpy(np.stack(rows[start : start + self.batch_size])).to(self.device)
+            if streamed is not None:
+                rows = streamed[start : start + self.batch_size]
+            else:  # only this process's share is read
+                places = range(first + start, first + start + self.batch_size)
+                rows = [self.blocks[self._index(place)]["input_ids"] for place in places]
+            ids = torch.from_numpy(np.stack(rows)).to(self.device)
             yield {"input_ids": ids, "labels": ids}
 
     def _index(self, place: int) -> int:

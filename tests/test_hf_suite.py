@@ -175,7 +175,10 @@ def source_distribution() -> Path:
             part.rmdir()
             return archive
         reason = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"code {done.returncode}"
-    pytest.skip(f"the source distribution of transformers {VERSION} cannot be downloaded: {reason}")
+    said = f"the source distribution of transformers {VERSION} cannot be downloaded: {reason}"
+    if os.environ.get("CI"):  # there it must run; a reader without a registry may go without
+        pytest.fail(said)
+    pytest.skip(said)
 
 
 def run_suite(folder: Path, classes: list[str]) -> dict[str, dict[str, set[str]]]:

@@ -4,7 +4,6 @@ import ast
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -147,7 +146,6 @@ def test_version_is_one():
     assert f"version: {hf_slt.__version__}" in (ROOT / "CITATION.cff").read_text()
 
 
-@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_makefile_has_the_two_commands():
     shown = subprocess.run(
         ["make", "-n", "demo", "test"], cwd=ROOT, capture_output=True, text=True, check=True
