@@ -212,10 +212,10 @@ def load_model(name: str, tokenizer: str | None = None, **options: Any) -> tuple
         ) from error
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None, program: str = "python -m hf_slt.evaluation") -> int:
     """Print the measures of a model on text; 0 if that went well, 1 with one line on stderr if not."""
     parser = argparse.ArgumentParser(
-        "python -m hf_slt.evaluation",
+        program,
         description="Loss, perplexity and bits per byte of a causal LM on text.",
     )
     parser.add_argument("model", help="ticket, local folder or Hub name of any causal LM")

@@ -1,9 +1,12 @@
-"""The model card of a ticket, written from facts only.
+"""A ticket on the Hub: fetched, pushed, and described by a card that is written from facts only.
 
     facts(ticket's own header, config.json, arguments and log of the run) -> template -> README.md
 
 What is not known is left out: a card has no blanks and no guesses. Names of folders on the machine that
 trained are not for the public and are cut to their last part.
+
+What is pushed is the ticket and nothing else that lies in its folder: masks, configuration, the code that
+loads them, tokenizer, card and its figures. The same ticket pushed twice changes nothing.
 """
 
 import json
@@ -12,17 +15,31 @@ import os
 import platform
 import re
 import shlex
+import shutil
 import statistics
 import sys
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData, snapshot_download
 
 from .files import replacing
-from .ticket import CONFIG_FILE, MASK_FILE, MODEL_FILE, Entry, Header, verify_ticket
+from .ticket import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    MASK_FILE,
+    MODEL_FILE,
+    Entry,
+    Header,
+    TicketError,
+    mask_path,
+    read_header,
+    rewrite_ticket,
+    verify_ticket,
+)
 
 CARD_FILE = "README.md"
 TAGS = ["supermask", "strong-lottery-ticket", "edge-popup", "gpt2"]
@@ -39,6 +56,14 @@ METRICS = {
     "perplexity": "perplexity",
     "bits_per_byte": "bits per byte",
 }
+TOKENIZER_FILES = (
+    "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json merges.txt "
+    "tokenizer.model chat_template.jinja"
+).split()
+# All that is pushed, and all that is fetched; anything else in a folder is somebody's own.
+TICKET_FILES = [MASK_FILE, INDEX_FILE, CONFIG_FILE, "generation_config.json", CARD_FILE]
+TICKET_FILES += [*FIGURES, *TOKENIZER_FILES, "*.py"]
+_STALE = [MODEL_FILE, "model-*.safetensors"]  # of an earlier push: would be loaded in place of the masks
 _AUTO_CLASSES = {  # architecture -> class to load it with, task on the Hub
     "SupermaskGPT2LMHeadModel": ("AutoModelForCausalLM", "text-generation"),
     "SupermaskGPT2ForSequenceClassification": ("AutoModelForSequenceClassification", "text-classification"),
@@ -57,9 +82,99 @@ _SHAPE = {
 _PRIVATE = frozenset("output_dir cache_dir resume overwrite log_with".split())
 
 
+# -- to and from the Hub ------------------------------------------------------------------------------
+
+
+def fetch_ticket(
+    source: str | os.PathLike, *, revision: str | None = None, token: str | bool | None = None
+) -> Path:
+    """The folder of a ticket: `source` itself, or the Hub's copy of that name in the cache.
+
+    A mask file stands for the folder it lies in.
+    """
+    path = Path(source)
+    if path.is_file() and path.name in (MASK_FILE, MODEL_FILE):
+        return path.parent
+    if path.exists():
+        return path
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(source)):
+        raise TicketError(f"{source}: no such folder, and no name on the Hub (such as me/ticket)")
+    patterns = [*TICKET_FILES, MODEL_FILE]
+    return Path(snapshot_download(str(source), revision=revision, token=token, allow_patterns=patterns))
+
+
+def push_ticket(
+    folder: str | os.PathLike,
+    repo_id: str,
+    *,
+    encoding: str | None = None,
+    private: bool | None = None,
+    revision: str | None = None,
+    commit_message: str | None = None,
+    commit_description: str | None = None,
+    create_pr: bool = False,
+    token: str | bool | None = None,
+    **unused,
+) -> str:
+    """Upload a ticket's folder, after checking it; returns the address of the commit.
+
+    encoding: how the uploaded file stores its masks; by default as the folder's.
+    private: of a new repository; None takes the owner's default.
+    revision: branch to push to, made if it is not there; by default main.
+    Other options that transformers passes on (shard sizes, tags) mean nothing here.
+    """
+    header = verify_ticket(folder)
+    api = HfApi(token=token)
+    repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+    if revision is not None and not create_pr:
+        api.create_branch(repo_id, branch=revision, exist_ok=True)
+    with tempfile.TemporaryDirectory() as stage:
+        rewrite_ticket(folder, stage, encoding=encoding or header.encoding)
+        card = Path(stage) / CARD_FILE
+        if card.is_file():  # it may name the folder it was trained in
+            call = f'from_pretrained("{repo_id}"'
+            card.write_text(re.sub(r'from_pretrained\("[^"]*"', call, card.read_text("utf-8")), "utf-8")
+        else:
+            write_card(stage, name=repo_id)
+        commit = api.upload_folder(
+            repo_id=repo_id,
+            folder_path=stage,
+            revision=revision,
+            create_pr=create_pr,
+            commit_message=commit_message or f"Ticket {header.mask_digest[:8]}",
+            commit_description=commit_description,
+            allow_patterns=TICKET_FILES,
+            delete_patterns=_STALE,
+        )
+    return str(commit.commit_url)
+
+
+def copy_companions(source: str | os.PathLike | None, folder: str | os.PathLike, header: Header) -> None:
+    """Bring tokenizer, card and figures from the folder that a ticket was loaded from.
+
+    The tokenizer always; card and figures only if they are of this very mask.
+    """
+    origin = Path(source) if source else None
+    if origin is None or not mask_path(origin).is_file():
+        return
+    same = read_header(mask_path(origin)).mask_digest == header.mask_digest
+    for name in [*TOKENIZER_FILES, *([CARD_FILE, *FIGURES] if same else [])]:
+        if (origin / name).is_file():
+            shutil.copyfile(origin / name, Path(folder) / name)
+
+
+# -- the card -------------------------------------------------------------------------------------------
+
+
+def default_template() -> Path:
+    """The template of the project, in a checkout or as installed."""
+    checkout = Path(__file__).parent.parent / "model_cards" / "template.md"
+    return checkout if checkout.is_file() else Path(__file__).parent / "model_cards" / "template.md"
+
+
 def write_card(
     folder: str | os.PathLike,
-    template: str | os.PathLike,
+    template: str | os.PathLike | None = None,
     *,
     name: str | None = None,
     records: Iterable[Mapping[str, Any]] = (),
@@ -74,6 +189,7 @@ def write_card(
 ) -> Path:
     """Write README.md into a ticket's folder, whole or not at all; a damaged ticket raises TicketError.
 
+    template: a Jinja template; by default the project's own.
     name: what `from_pretrained` is to be given, such as me/ticket; by default the folder's own name.
     records: the lines of log.jsonl, for the number of steps, the speed, and the last evaluation.
     training: the arguments of the run, by name.
@@ -108,7 +224,7 @@ def write_card(
     runs = {"ticket": measures, **(controls or {})} if _known(measures) else {}
     card = ModelCard.from_template(
         data,
-        template_path=str(template),
+        template_path=str(template or default_template()),
         title=title,
         name=name,
         auto_class=auto_class,
@@ -188,7 +304,7 @@ def measure_size(folder: Path, header: Header) -> dict[str, Any]:
 
     bits_per_weight = 8 * bytes of the file / all weights of the model, drawn or stored
     """
-    path = folder / (MASK_FILE if (folder / MASK_FILE).exists() else MODEL_FILE)
+    path = mask_path(folder)
     with open(path, "rb") as file:
         description = 8 + int.from_bytes(file.read(8), "little")  # as safetensors begins
     total = path.stat().st_size
@@ -204,6 +320,7 @@ def measure_size(folder: Path, header: Header) -> dict[str, Any]:
         "file": total,
         "description_bytes": description,
         "trained_bytes": trained,
+        "entropy_bytes": math.ceil(sum(entry.entropy_bits for entry in entries) / 8),
         "mask_bytes": total - description - trained,
         "weights": weights,
         "masked": masked,

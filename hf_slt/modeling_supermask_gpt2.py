@@ -9,11 +9,14 @@ The attention is GPT-2's, with query/key and value widths of their own:
 One class serves training (`config.state == "scores"`) and inference (`"ticket"`); see `layers.py`.
 """
 
+import contextlib
 import copy
 import dataclasses
+import importlib
 import json
 import os
 import re
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import ClassVar
@@ -23,6 +26,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
+    GenerationConfig,
     GenerationMixin,
     GPT2Config,
     GPT2ForSequenceClassification,
@@ -41,7 +45,7 @@ from transformers.modeling_outputs import (
     CausalLMOutputWithPast,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils import cached_file, can_return_tuple, logging
+from transformers.utils import can_return_tuple, logging
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
@@ -49,9 +53,11 @@ from .configuration_supermask_gpt2 import SupermaskGPT2Config
 from .files import staged
 from .layers import Part, SupermaskEmbedding, SupermaskHead, SupermaskLayer, SupermaskLinear
 from .masking import RULES  # noqa: F401  older transformers copy to their cache only what is named here
+from .named_masks import NamedMasks, check_backbone, find_mask, find_or_raise
 from .random_weights import digest
 from .ticket import (
     CONFIG_FILE,
+    ENCODINGS,
     MASK_FILE,
     METADATA_KEY,
     MODEL_FILE,
@@ -61,11 +67,10 @@ from .ticket import (
     TicketError,
     check_config,
     check_weights,
-    has_header,
+    count_bits,
     mask_digest,
     pack_mask,
     read_arrays,
-    read_header,
     write_masks,
 )
 
@@ -79,9 +84,6 @@ _AUTO_MAP = {
 }
 _HEADS = ("lm_head", "score")  # may be absent from a ticket that was trained with another head
 _DOWNLOAD_OPTIONS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
-_LENIENT = tuple(
-    f"_raise_exceptions_for_{what}" for what in ("gated_repo", "missing_entries", "connection_errors")
-)
 _HUB_OPTIONS = ("repo_id", "commit_message", "private", "token", "revision", "create_pr")
 
 
@@ -190,7 +192,7 @@ def _layer_norm(config: SupermaskGPT2Config) -> nn.Module:
     return nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon, elementwise_affine=False)
 
 
-class SupermaskGPT2PreTrainedModel(PreTrainedModel):
+class SupermaskGPT2PreTrainedModel(NamedMasks, PreTrainedModel):
     """Loading, saving and turning into stock GPT-2; what all supermask GPT-2 models share."""
 
     config: SupermaskGPT2Config
@@ -310,15 +312,37 @@ class SupermaskGPT2PreTrainedModel(PreTrainedModel):
         if push_to_hub and is_main_process:
             self.push_to_hub(hub.pop("repo_id", Path(save_directory).name), **hub)
 
-    def save_ticket(self, save_directory: str | os.PathLike) -> Header:
-        """Write config, packed masks and the code that loads them; no weight is inside.
+    def save_ticket(self, save_directory: str | os.PathLike, *, encoding: str = "packed") -> Header:
+        """Write config, masks and the code that loads them; no weight is inside.
 
+        encoding: `"packed"`, one bit a weight, or `"entropy"`, smaller where the density is not a half.
         What else is in the folder (tokenizer, card) stays; weights of an earlier save are removed.
         """
-        return self._save_masks(save_directory, MASK_FILE)
+        return self._save_masks(save_directory, MASK_FILE, encoding)
 
-    def _save_masks(self, save_directory: str | os.PathLike, file_name: str) -> Header:
+    def _save_masks(
+        self, save_directory: str | os.PathLike, file_name: str, encoding: str = "packed"
+    ) -> Header:
+        if encoding not in ENCODINGS:
+            raise ValueError(f"encoding {encoding!r} is not one of {', '.join(map(repr, ENCODINGS))}")
         entries, arrays = self._entries()
+        config, header = self._describe(entries, encoding)
+        # config.json comes last: a cut before it leaves a digest that does not match, never a wrong model
+        with staged(save_directory, stale=WEIGHT_FILES) as stage:
+            write_masks(stage, header, arrays, file_name)
+            config.save_pretrained(stage)
+            if self.can_generate():
+                self.generation_config.save_pretrained(stage)
+            custom_object_save(self, stage)
+        return header
+
+    def header(self) -> Header:
+        """What a ticket of this model says of itself: seed, laws, what is kept, digests, configuration."""
+        return self._describe(self._entries()[0])[1]
+
+    def _describe(
+        self, entries: dict[str, Entry], encoding: str = "packed"
+    ) -> tuple[SupermaskGPT2Config, Header]:
         config = copy.deepcopy(self.config)
         config.state, config.mask_digest = "ticket", mask_digest(entries)
         config.architectures = [type(self).__name__]
@@ -328,18 +352,12 @@ class SupermaskGPT2PreTrainedModel(PreTrainedModel):
             seed=config.seed,
             density=config.density,
             rule=config.rule,
+            encoding=encoding,
             mask_digest=config.mask_digest,
             config=json.loads(config.to_json_string()),
             tensors=entries,
         )
-        # config.json comes last: a cut before it leaves a digest that does not match, never a wrong model
-        with staged(save_directory, stale=WEIGHT_FILES) as stage:
-            write_masks(stage, header, arrays, file_name)
-            config.save_pretrained(stage)
-            if self.can_generate():
-                self.generation_config.save_pretrained(stage)
-            custom_object_save(self, stage)
-        return header
+        return config, header
 
     def _entries(self) -> tuple[dict[str, Entry], dict[str, np.ndarray]]:
         """Description of every tensor, and the arrays to store by key of the state dict."""
@@ -351,13 +369,16 @@ class SupermaskGPT2PreTrainedModel(PreTrainedModel):
                 arrays[key] = layer.weight.detach().float().cpu().numpy()
                 entries[part.name] = Entry(part.shape, key, data_sha256=digest(arrays[key]))
                 continue
-            entry = Entry(part.shape, None, law, scale, weight_sha256=digest(layer.frozen_weight(part)))
+            drawn = layer.weight_digests.get(part.name) or digest(layer.frozen_weight(part))
+            entry = Entry(part.shape, None, law, scale, weight_sha256=drawn)
             if layer.learns != "frozen":
                 key = f"{path}.{part.prefix}mask"
-                mask = layer.mask_of(part).cpu().numpy()
-                arrays[key] = pack_mask(mask)
+                if layer.learns == "ticket":
+                    arrays[key] = layer.packed_mask(part).cpu().numpy()
+                else:
+                    arrays[key] = pack_mask(layer.mask_of(part).cpu().numpy())
                 entry = dataclasses.replace(
-                    entry, key=key, kept=int(mask.sum()), data_sha256=digest(arrays[key])
+                    entry, key=key, kept=count_bits(arrays[key]), data_sha256=digest(arrays[key])
                 )
             entries[part.name] = entry
         return entries, arrays
@@ -369,32 +390,95 @@ class SupermaskGPT2PreTrainedModel(PreTrainedModel):
         """
         return {part.name: 4 * part.size for _, layer, part in self._parts() if layer.learns == "trained"}
 
+    def push_to_hub(self, repo_id: str, *, encoding: str = "packed", **kwargs) -> str:
+        """As in transformers; of a ticket the mask file, config, code, tokenizer and card are uploaded.
+
+        encoding: how the masks are stored, see `save_ticket`.
+        Tokenizer, card and figures are taken from the folder that the ticket was loaded from, if it holds
+        them; a card that is not there is written.
+        """
+        if self.config.state != "ticket":
+            return super().push_to_hub(repo_id, **kwargs)  # type: ignore[arg-type]
+        try:
+            hub = importlib.import_module("hf_slt.hub")
+        except ImportError:  # this code came from the Hub by itself
+            raise ImportError("a ticket is pushed with its card: pip install hf_slt") from None
+        with tempfile.TemporaryDirectory() as folder:
+            header = self.save_ticket(folder, encoding=encoding)
+            hub.copy_companions(self.name_or_path, folder, header)
+            return hub.push_ticket(folder, repo_id, encoding=encoding, **kwargs)
+
     # -- loading ---------------------------------------------------------------------------------
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
-        """As in transformers; a ticket is checked in full, and a fault in it raises `TicketError`."""
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, mask=None, **kwargs):
+        """As in transformers; a ticket is checked in full, and a fault in it raises `TicketError`.
+
+        mask: a mask file, ticket folder or Hub name of the same backbone, to be used in place of its own.
+        """
         source, config = pretrained_model_name_or_path, kwargs.get("config")
         if isinstance(config, PreTrainedConfig) and config.dtype is None and config.state == "ticket":
             kwargs.setdefault("dtype", torch.get_default_dtype())  # a file of masks does not tell it
         if source is None or kwargs.get("state_dict") is not None:
             return super().from_pretrained(source, *args, **kwargs)
         where = {name: kwargs[name] for name in _DOWNLOAD_OPTIONS if kwargs.get(name) is not None}
+        path, header = find_mask(source, where)
+        if mask is not None:
+            if header is None:
+                raise TicketError(f"{source}: not a ticket; mask= puts another mask on one")
+            _check_config_beside(path, header)
+            own = header
+            path, header = find_or_raise(mask, {**where, "revision": None, "subfolder": ""})
+            check_backbone(path, own, header)
+        if header is not None and (mask is not None or header.encoding != "packed"):
+            if not isinstance(config, PreTrainedConfig):
+                config, kwargs = cls.config_class.from_pretrained(
+                    config or source, return_unused_kwargs=True, **kwargs
+                )
+            return cls._from_arrays(source, path, header, *args, **{**kwargs, "config": config})
         try:
             loaded = super().from_pretrained(source, *args, **kwargs)
         except (OSError, RuntimeError, ValueError, KeyError, SafetensorError):
-            path, header = _find_ticket(source, where)
             if header is not None:  # is it the ticket's fault? then say so by name
                 read_arrays(path, header)
-                check_config(path, header, json.loads(Path(path).with_name(CONFIG_FILE).read_text()))
+                _check_config_beside(path, header)
             raise
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         if model.config.state == "ticket":
-            path, header = _find_ticket(source, where)
             if header is not None:
                 model._check_loaded(path, header, bool(kwargs.get("ignore_mismatched_sizes")))
             else:
                 model._check_without_header(source)
+        return loaded
+
+    @classmethod
+    def from_mask(cls, source: str | os.PathLike, **kwargs):
+        """A ticket from its mask file alone: the metadata of the file rebuild the model.
+
+        source: a mask file, or the folder or Hub name that holds one; no config.json is read.
+        kwargs: as in `from_pretrained`.
+        """
+        where = {name: kwargs[name] for name in _DOWNLOAD_OPTIONS if kwargs.get(name) is not None}
+        path, header = find_or_raise(source, where)
+        kwargs.setdefault("config", cls.config_class.from_dict(dict(header.config)))
+        return cls._from_arrays(source, path, header, **kwargs)
+
+    @classmethod
+    def _from_arrays(cls, source: str | os.PathLike, path: str, header: Header, *args, **kwargs):
+        """Load what transformers cannot read by itself: coded masks, or those of another file."""
+        arrays = read_arrays(path, header)
+        state = {str(header.tensors[name].key): torch.from_numpy(array) for name, array in arrays.items()}
+        config = kwargs["config"] = copy.deepcopy(kwargs["config"])
+        config.density, config.rule, config.mask_digest = header.density, header.rule, header.mask_digest
+        where = {name: kwargs.pop(name) for name in _DOWNLOAD_OPTIONS if name in kwargs}
+        if cls.can_generate() and kwargs.get("generation_config") is None:
+            with contextlib.suppress(OSError):  # there is none: the one of the configuration stands
+                kwargs["generation_config"] = GenerationConfig.from_pretrained(source, **where)
+        loaded = super().from_pretrained(None, *args, state_dict=state, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        model.config.name_or_path = model.name_or_path = str(source)
+        if model.config.state == "ticket":
+            model._check_loaded(path, header, bool(kwargs.get("ignore_mismatched_sizes")))
         return loaded
 
     def _check_without_header(self, source: str | os.PathLike) -> None:
@@ -413,8 +497,7 @@ class SupermaskGPT2PreTrainedModel(PreTrainedModel):
     def _check_loaded(self, path: str, header: Header, ignore_mismatched_sizes: bool) -> None:
         """Raise TicketError unless every weight in this model is the one that the ticket was made with."""
         arrays = read_arrays(path, header)
-        if (config := Path(path).with_name(CONFIG_FILE)).is_file():  # as stored: a caller may override some
-            check_config(path, header, json.loads(config.read_text()))
+        _check_config_beside(path, header)
         for _, layer, part in self._parts():
             entry = header.tensors.get(part.name)
             if entry is None:
@@ -496,14 +579,10 @@ class SupermaskGPT2PreTrainedModel(PreTrainedModel):
         return stock
 
 
-def _find_ticket(source: str | os.PathLike, where: dict) -> tuple[str, Header | None]:
-    """The mask file of a folder or of the Hub's cache, and its header; None if there is no such file."""
-    options = dict.fromkeys(_LENIENT, False) | where
-    if path := cached_file(source, MASK_FILE, **options):
-        return path, read_header(path)
-    if (path := cached_file(source, MODEL_FILE, **options)) and has_header(path):
-        return path, read_header(path)
-    return "", None
+def _check_config_beside(path: str, header: Header) -> None:
+    """Check the config.json of a mask file's folder, as stored: a caller may override some of it."""
+    if (config := Path(path).with_name(CONFIG_FILE)).is_file():
+        check_config(path, header, json.loads(config.read_text()))
 
 
 class SupermaskGPT2Model(SupermaskGPT2PreTrainedModel):

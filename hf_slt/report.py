@@ -18,7 +18,7 @@ from .files import replacing
 from .hub import LABELS, describe_environment, gap_closed, write_card
 from .monitoring import read_log
 from .plots import plot_comparison, plot_masks, plot_run
-from .ticket import MASK_FILE, read_arrays, read_header, unpack_mask
+from .ticket import MASK_FILE, read_header, read_masks
 from .training import check_twin, train
 
 
@@ -98,14 +98,8 @@ def sample(folder: str, prompt: str, tokens: int = 60) -> str:
 def _dress(folder: Path, template: Path, name: str, reports: Mapping[str, Any], records: list[dict]) -> None:
     """Put figures and card beside the masks: the folder is then ready to share."""
     ticket = folder / "ticket"
-    header = read_header(ticket / MASK_FILE)
-    arrays = read_arrays(ticket / MASK_FILE, header)
-    masks = {
-        tensor: unpack_mask(arrays[tensor], entry.shape)
-        for tensor, entry in header.tensors.items()
-        if entry.masked
-    }
-    plot_masks(masks, ticket / "masks.png")
+    masks = ticket / MASK_FILE
+    plot_masks(read_masks(masks, read_header(masks)), ticket / "masks.png")
     for figure in ("curves.png", "comparison.png"):
         if (folder / figure).exists():
             (ticket / figure).write_bytes((folder / figure).read_bytes())

@@ -9,16 +9,20 @@
 which needs no index; all below holds for either.)
 
 A mask of n bits is ceil(n / 8) bytes: bit i % 8 (least significant first) of byte i // 8 is weight i
-of the row-major tensor; the bits after the last are zero.
+of the row-major tensor; the bits after the last are zero. With `encoding` "packed" each mask is stored so;
+with "entropy" all masks stand in one tensor, `coded_masks`, near their entropy (see `entropy.py`). Digests
+are those of the packed bytes in either case: a ticket is the same ticket however it is stored.
 
 This module knows names, arrays and files; it knows no model and needs no torch.
 """
 
 import hashlib
 import json
+import math
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +30,8 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
+from .entropy import decode_masks, encode_masks
+from .files import staged
 from .random_weights import GENERATOR, digest, draw
 
 FORMAT_VERSION = 1
@@ -35,6 +41,8 @@ INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
 METADATA_KEY = "hf_slt"
 DIGEST_KEY = "hf_slt_sha256"  # of the text under METADATA_KEY
+ENCODINGS = ("packed", "entropy")
+CODED_KEY = "coded_masks"  # where all masks stand in an entropy-coded file
 # Of these, what a new save does not write is of an older one, and would be loaded in its place.
 WEIGHT_FILES = r"mask\.safetensors|model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json"
 
@@ -73,6 +81,16 @@ class Entry:
     @property
     def size(self) -> int:
         return int(np.prod(self.shape))
+
+    @property
+    def entropy_bits(self) -> float:
+        """log2(size choose kept): the least a mask takes of which only the number kept is known."""
+        if self.kept is None:
+            return 0.0
+        return sum(
+            sign * math.lgamma(count + 1) / math.log(2)
+            for sign, count in ((1, self.size), (-1, self.kept), (-1, self.size - self.kept))
+        )
 
     @property
     def masked(self) -> bool:
@@ -136,8 +154,20 @@ def _sha256(text: str) -> str:
 def write_masks(
     directory: str | os.PathLike, header: Header, arrays: Mapping[str, np.ndarray], file_name: str = MASK_FILE
 ) -> None:
-    """Write the mask file, and the index it needs, into a (staged) folder; `arrays` by key of the file."""
+    """Write the mask file, and the index it needs, into a (staged) folder.
+
+    `arrays` by key of the state dict: packed masks, and trained values; `header.encoding` says how the
+    masks are stored.
+    """
     directory = Path(directory)
+    if header.encoding == "entropy":
+        masked = {name: entry for name, entry in header.tensors.items() if entry.masked}
+        keys = {name: str(entry.key) for name, entry in masked.items()}
+        shapes = {name: entry.shape for name, entry in masked.items()}
+        coded = encode_masks({name: arrays[key] for name, key in keys.items()}, shapes)
+        arrays = {CODED_KEY: coded} | {
+            key: array for key, array in arrays.items() if key not in keys.values()
+        }
     text = header.to_json()
     metadata = {"format": "pt", METADATA_KEY: text, DIGEST_KEY: _sha256(text)}
     (directory / file_name).write_bytes(_in_order(save(dict(arrays), metadata)))
@@ -192,6 +222,11 @@ def read_header(path: str | os.PathLike) -> Header:
         header = Header(**{**fields, "tensors": tensors})
     except (KeyError, TypeError, json.JSONDecodeError) as error:
         raise TicketError(f"{path}: metadata that cannot be read ({error!r}); {AGAIN}") from None
+    if header.encoding not in ENCODINGS:
+        raise TicketError(
+            f"{path}: encoding {header.encoding!r} is not one of {', '.join(map(repr, ENCODINGS))}; install "
+            "a newer hf_slt"
+        )
     if header.generator != GENERATOR:
         raise TicketError(
             f"{path}: generator {header.generator!r} is not {GENERATOR!r}: its weights cannot be drawn by "
@@ -217,28 +252,59 @@ def _read_metadata(path: Path) -> dict[str, str]:
 
 
 def read_arrays(path: str | os.PathLike, header: Header) -> dict[str, np.ndarray]:
-    """Every stored array by tensor name, each checked against the header."""
-    path = Path(path)
+    """Every stored array by tensor name, masks packed, each checked against the header."""
+    arrays, faults = _read_arrays(Path(path), header)
+    if faults:
+        raise faults[0]
+    return arrays
+
+
+def read_masks(path: str | os.PathLike, header: Header) -> dict[str, np.ndarray]:
+    """Every mask by tensor name, as boolean arrays."""
+    arrays = read_arrays(path, header)
+    entries = header.tensors.items()
+    return {name: unpack_mask(arrays[name], entry.shape) for name, entry in entries if entry.masked}
+
+
+def _read_arrays(path: Path, header: Header) -> tuple[dict[str, np.ndarray], list[TicketError]]:
     try:
         stored = load_file(path)
+        if header.encoding == "entropy":
+            stored |= _decode(header, stored.pop(CODED_KEY))
     except (SafetensorError, OSError) as error:
-        raise TicketError(f"{path}: {error}: damaged; {AGAIN}") from None
-    arrays = {}
+        return {}, [TicketError(f"{path}: {error}: damaged; {AGAIN}")]
+    except KeyError:
+        return {}, [TicketError(f"{path}: tensor {CODED_KEY} is missing; {AGAIN}")]
+    except ValueError as error:
+        return {}, [TicketError(f"{path}: {CODED_KEY} cannot be decoded ({error}); {AGAIN}")]
+    arrays, faults = {}, []
     for name, entry in header.tensors.items():
         if entry.key is None:
             continue
         if entry.key not in stored:
-            raise TicketError(f"{path}: tensor {entry.key} is missing; {AGAIN}")
+            faults.append(TicketError(f"{path}: tensor {entry.key} is missing; {AGAIN}"))
+            continue
         arrays[name] = stored.pop(entry.key)
-        check_array(path, name, entry, arrays[name])
-    if stored:
-        raise TicketError(f"{path}: tensor {min(stored)} is not in the metadata; {AGAIN}")
+        try:
+            check_array(path, name, entry, arrays[name])
+        except TicketError as fault:
+            faults.append(fault)
+    faults += [TicketError(f"{path}: tensor {key} is not in the metadata; {AGAIN}") for key in sorted(stored)]
     if (found := mask_digest(header.tensors)) != header.mask_digest:
-        raise TicketError(
-            f"{path}: digest {found[:8]}... of all masks is not the {header.mask_digest[:8]}... in its "
-            f"metadata; {AGAIN}"
+        faults.append(
+            TicketError(
+                f"{path}: digest {found[:8]}... of all masks is not the {header.mask_digest[:8]}... in its "
+                f"metadata; {AGAIN}"
+            )
         )
-    return arrays
+    return arrays, faults
+
+
+def _decode(header: Header, coded: np.ndarray) -> dict[str, np.ndarray]:
+    masked = {name: entry for name, entry in header.tensors.items() if entry.masked}
+    shapes = {name: entry.shape for name, entry in masked.items()}
+    packed = decode_masks(coded, shapes, {name: int(entry.kept or 0) for name, entry in masked.items()})
+    return {str(masked[name].key): bits for name, bits in packed.items()}
 
 
 def check_array(path: str | os.PathLike, name: str, entry: Entry, array: np.ndarray) -> None:
@@ -283,35 +349,69 @@ def check_weights(path: str | os.PathLike, name: str, entry: Entry, found: str) 
         )
 
 
+def mask_path(directory: str | os.PathLike) -> Path:
+    """The mask file of a ticket's folder, under either of its names."""
+    path = Path(directory) / MASK_FILE
+    return path if path.exists() or not path.with_name(MODEL_FILE).exists() else path.with_name(MODEL_FILE)
+
+
 def verify_ticket(directory: str | os.PathLike, *, weights: bool = True) -> Header:
     """Check everything in a ticket's folder and return its header; raise TicketError at the first fault.
 
     Files present and readable, versions known, configuration, every mask, and (with `weights`) every
     frozen weight drawn again and compared with its digest.
     """
+    for fault in find_faults(directory, weights=weights):
+        raise fault
+    return read_header(mask_path(directory))
+
+
+def find_faults(directory: str | os.PathLike, *, weights: bool = True) -> Iterator[TicketError]:
+    """All that is wrong with a ticket's folder, as `verify_ticket` would raise it."""
     directory = Path(directory)
     if not directory.is_dir():
-        raise TicketError(f"{directory}: no such folder")
-    config = _read_json(directory / CONFIG_FILE)
-    path, other = directory / MASK_FILE, directory / MODEL_FILE
-    if path.exists() and other.exists():
-        raise TicketError(f"{other}: would be loaded instead of {MASK_FILE}; remove it")
-    if other.exists():
-        path = other
-    header = read_header(path)
+        yield TicketError(f"{directory}: no such folder")
+        return
+    config, path = None, mask_path(directory)
+    try:
+        config = _read_json(directory / CONFIG_FILE)
+    except TicketError as fault:
+        yield fault
+    if path.name == MASK_FILE and path.exists() and path.with_name(MODEL_FILE).exists():
+        yield TicketError(f"{directory / MODEL_FILE}: would be loaded instead of {MASK_FILE}; remove it")
+    try:
+        header = read_header(path)
+    except TicketError as fault:
+        yield fault
+        return
     if path.name == MASK_FILE:
-        keys = [entry.key for entry in header.tensors.values() if entry.key]
-        if _read_json(directory / INDEX_FILE).get("weight_map") != dict.fromkeys(keys, MASK_FILE):
-            raise TicketError(
-                f"{directory / INDEX_FILE}: does not list the tensors of {MASK_FILE}; save the ticket again"
-            )
-    read_arrays(path, header)
-    check_config(path, header, config)
-    if weights:
-        for name, entry in header.tensors.items():
-            if not entry.trained:
+        try:
+            index = _read_json(directory / INDEX_FILE).get("weight_map")
+            if index != dict.fromkeys(_stored_keys(header), MASK_FILE):
+                cure = "save the ticket again"
+                yield TicketError(
+                    f"{directory / INDEX_FILE}: does not list the tensors of {MASK_FILE}; {cure}"
+                )
+        except TicketError as fault:
+            yield fault
+    yield from _read_arrays(path, header)[1]
+    if config is not None:
+        try:
+            check_config(path, header, config)
+        except TicketError as fault:
+            yield fault
+    for name, entry in header.tensors.items() if weights else ():
+        if not entry.trained:
+            try:
                 check_weights(path, name, entry, digest(draw_entry(header, name)))
-    return header
+            except TicketError as fault:
+                yield fault
+
+
+def _stored_keys(header: Header) -> set[str]:
+    coded = header.encoding == "entropy"
+    keys = {entry.key for entry in header.tensors.values() if entry.key and not (coded and entry.masked)}
+    return keys | ({CODED_KEY} if coded else set())
 
 
 def draw_entry(header: Header, name: str) -> np.ndarray:
@@ -329,3 +429,88 @@ def _read_json(path: Path) -> dict:
         raise TicketError(f"{path}: no such file; the ticket is incomplete") from None
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise TicketError(f"{path}: not JSON ({error}); {AGAIN}") from None
+
+
+# -- tickets from tickets ---------------------------------------------------------------------------
+
+
+def backbone_differences(one: Header, other: Header) -> list[str]:
+    """What keeps the masks of one ticket from fitting the frozen weights of another, in words."""
+    found = [
+        f"{what} {getattr(one, what)!r} and {getattr(other, what)!r}"
+        for what in ("generator", "seed")
+        if getattr(one, what) != getattr(other, what)
+    ]
+    for name in sorted({**one.tensors, **other.tensors}):
+        if name not in one.tensors or name not in other.tensors:
+            found.append(f"{name} is in only one of them")
+            continue
+        mine, theirs = one.tensors[name], other.tensors[name]
+        for what in ("shape", "law", "scale", "masked"):
+            if getattr(mine, what) != getattr(theirs, what):
+                found.append(f"{name} with {what} {getattr(mine, what)} and {getattr(theirs, what)}")
+                break  # one line a tensor is enough to name it
+    free = _LOADING_KEYS | {"density", "rule", "state", "seed"}
+    for key in sorted((one.config.keys() & other.config.keys()) - free):
+        if one.config[key] != other.config[key]:
+            found.append(f"{key} {one.config[key]!r} and {other.config[key]!r}")
+    return found
+
+
+def rewrite_ticket(
+    source: str | os.PathLike,
+    target: str | os.PathLike,
+    *,
+    encoding: str = "packed",
+    masks: Mapping[str, np.ndarray] | None = None,
+) -> Header:
+    """The ticket of one folder written to another (or the same), whole or not at all.
+
+    encoding: how the new file stores its masks.
+    masks: packed masks by tensor name, in place of those in `source`; the density becomes what they keep.
+    """
+    source, target = Path(source), Path(target)
+    if encoding not in ENCODINGS:
+        raise ValueError(f"encoding {encoding!r} is not one of {', '.join(map(repr, ENCODINGS))}")
+    header = verify_ticket(source, weights=False)
+    arrays = read_arrays(mask_path(source), header)
+    config = _read_json(source / CONFIG_FILE)
+    if masks is not None:
+        arrays |= masks
+        entries = {
+            name: replace(entry, kept=count_bits(arrays[name]), data_sha256=digest(arrays[name]))
+            if entry.masked
+            else entry
+            for name, entry in header.tensors.items()
+        }
+        masked = [entry for entry in entries.values() if entry.masked]
+        density = sum(entry.kept or 0 for entry in masked) / sum(entry.size for entry in masked)
+        digest_of_all = mask_digest(entries)
+        changed = {"density": density, "mask_digest": digest_of_all}
+        config |= changed
+        header = replace(
+            header,
+            tensors=entries,
+            config={**header.config, **changed},
+            density=density,
+            mask_digest=digest_of_all,
+        )
+    header = replace(header, encoding=encoding)
+    with staged(target, stale=WEIGHT_FILES) as stage:
+        if target.resolve() != source.resolve():
+            for path in source.iterdir():
+                if path.is_file() and path.name not in (MASK_FILE, MODEL_FILE, INDEX_FILE, CONFIG_FILE):
+                    shutil.copyfile(path, stage / path.name)
+        by_key = {str(header.tensors[name].key): array for name, array in arrays.items()}
+        write_masks(stage, header, by_key)
+        (stage / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    return header
+
+
+def count_bits(packed: np.ndarray) -> int:
+    """How many weights a packed mask keeps.
+
+    >>> count_bits(np.array([25], np.uint8))
+    3
+    """
+    return int(np.unpackbits(packed).sum(dtype=np.int64))

@@ -1,0 +1,382 @@
+"""The `slt` command: what one does with a ticket that is there.
+
+A command imports what it needs when it runs: help and everything that only reads files start at once,
+without torch. What goes wrong is one line on stderr and exit code 1.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; 0 if that went well, 1 with one line on stderr if not, 130 if interrupted."""
+    words = sys.argv[1:] if arguments is None else arguments
+    try:
+        if words[:1] == ["evaluate"]:  # has a parser of its own, which needs torch
+            return _evaluate(words[1:])
+        args = build_parser().parse_args(words)
+        return args.run(args) or 0
+    except BrokenPipeError:  # the reader has seen enough, as in `slt inspect ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        print("slt: interrupted", file=sys.stderr)
+        return 130
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        print(f"slt: {_one_line(error)}", file=sys.stderr)
+        return 1
+
+
+def _one_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    if type(error).__module__.startswith("huggingface_hub"):  # status first, what was wrong after it
+        return " ".join(lines)
+    return lines[0]
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The words that `slt` understands."""
+    parser = argparse.ArgumentParser(
+        "slt",
+        description="Look at, check, convert, share and run tickets. A TICKET is a folder or a Hub name.",
+    )
+    parser.add_argument("--version", action="version", version=_version())
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    def command(name: str, run: Callable[[argparse.Namespace], int | None], help: str) -> Any:
+        one = commands.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
+        one.set_defaults(run=run)
+        return one
+
+    def ticket(one: argparse.ArgumentParser, name: str = "ticket", **options: Any) -> None:
+        one.add_argument(name, metavar=name.upper(), help="folder, mask file or Hub name", **options)
+
+    def remote(one: argparse.ArgumentParser) -> None:
+        one.add_argument("--revision", help="branch, tag or commit on the Hub (default: main)")
+        one.add_argument("--token", help="token of the Hub (default: as of `hf auth login`)")
+
+    one = command("inspect", inspect, "what is in a ticket: tensors, densities, bytes, digests")
+    ticket(one)
+    one.add_argument("--json", action="store_true", help="print one JSON object")
+    one.add_argument(
+        "--figure", metavar="FILE", help="draw the masks, and what rows and columns keep, to FILE"
+    )
+    remote(one)
+
+    one = command(
+        "verify", verify, "check every mask, every weight and the configuration against their digests"
+    )
+    ticket(one)
+    one.add_argument(
+        "--no-weights", action="store_true", help="do not draw the weights again: quick, but less"
+    )
+    remote(one)
+
+    one = command("diff", diff, "compare two tickets: overlap and distance of their masks")
+    ticket(one, "one")
+    ticket(one, "other")
+    one.add_argument("--json", action="store_true", help="print one JSON object")
+
+    one = command("combine", combine, "make a ticket of the masks of several on the same random weights")
+    one.add_argument(
+        "how", choices=["intersection", "union", "majority"], help="what is kept: by all, any, most"
+    )
+    ticket(one, "tickets", nargs="+")
+    one.add_argument("--output", metavar="DIR", required=True, help="folder of the new ticket")
+    _add_encoding(one, "packed")
+
+    one = command("pack", pack, "store the masks of a ticket in another encoding, without loss")
+    one.add_argument("ticket", metavar="DIR", help="folder of the ticket")
+    _add_encoding(one, None)
+    one.add_argument("--output", metavar="DIR", help="folder of the new ticket (default: in place)")
+
+    one = command("merge", merge, "write a ticket as a stock GPT-2 checkpoint, which needs no code of ours")
+    ticket(one)
+    one.add_argument("output", metavar="OUT", help="folder of the checkpoint")
+    remote(one)
+
+    one = command("generate", generate, "go on with a text, word by word")
+    ticket(one)
+    one.add_argument("--prompt", default="", help="the text to go on with (default: none)")
+    one.add_argument("--tokens", type=int, default=100, help="tokens to add, at most (default: 100)")
+    one.add_argument("--greedy", action="store_true", help="the likeliest token always, not a random one")
+    one.add_argument("--temperature", type=float, default=1.0, help="of the draw (default: 1)")
+    one.add_argument("--top-k", type=int, default=40, help="draw from this many (default: 40)")
+    one.add_argument("--seed", type=int, default=0, help="of the draw (default: 0)")
+    one.add_argument("--mask", metavar="TICKET", help="use the mask of another ticket on the same weights")
+    one.add_argument("--device", default="cpu", help="such as cpu, cuda or mps (default: cpu)")
+    one.add_argument("--dtype", default="auto", help="such as float32 or bfloat16 (default: as saved)")
+    remote(one)
+
+    command("evaluate", generate, "loss, perplexity and bits per byte on text; see `slt evaluate --help`")
+
+    one = command("push", push, "upload a ticket to the Hub: masks, configuration, code, tokenizer and card")
+    one.add_argument("ticket", metavar="DIR", help="folder of the ticket")
+    one.add_argument(
+        "repo", metavar="REPO", help="name on the Hub, such as me/ticket; made if it is not there"
+    )
+    one.add_argument("--private", action="store_true", default=None, help="if it is made: not for the public")
+    one.add_argument("--revision", help="branch to push to (default: main)")
+    one.add_argument("--message", help="commit message")
+    one.add_argument("--create-pr", action="store_true", help="open a pull request instead")
+    one.add_argument("--token", help="token of the Hub (default: as of `hf auth login`)")
+    _add_encoding(one, None)
+    return parser
+
+
+def _version() -> str:
+    from . import __version__
+
+    return f"hf_slt {__version__}"
+
+
+def _add_encoding(parser: argparse.ArgumentParser, default: str | None) -> None:
+    parser.add_argument(
+        "--encoding",
+        choices=["packed", "entropy"],
+        default=default,
+        help="one bit a weight, or near the entropy of the masks (default: "
+        + (f"{default})" if default else "as it is)"),
+    )
+
+
+# -- commands that need no torch ----------------------------------------------------------------------
+
+
+def inspect(args: argparse.Namespace) -> None:
+    """Print what a ticket says of itself; nothing is drawn, and only a figure reads the masks."""
+    from .hub import fetch_ticket, measure_size
+    from .ticket import mask_path, read_header
+
+    folder = fetch_ticket(args.ticket, revision=args.revision, token=args.token)
+    path = mask_path(folder)
+    header = read_header(path)
+    size = measure_size(folder, header)
+    if args.figure:
+        from .plots import plot_masks
+        from .ticket import read_masks
+
+        plot_masks(
+            read_masks(path, header), args.figure, title=f"{folder.resolve().name}, seed {header.seed}"
+        )
+    if args.json:
+        tensors = {
+            name: {
+                "shape": entry.shape, "law": entry.law, "scale": entry.scale, "size": entry.size,
+                "kept": entry.kept, "entropy_bits": entry.entropy_bits, "weight_sha256": entry.weight_sha256,
+                "data_sha256": entry.data_sha256,
+            }
+            for name, entry in header.tensors.items()
+        }  # fmt: skip
+        facts = {
+            name: getattr(header, name)
+            for name in "seed generator rule density encoding format_version mask_digest config".split()
+        }
+        print(json.dumps({"file": str(path), **facts, "bytes": size, "tensors": tensors}, indent=1))
+        return
+    print(f"{path}: {header.encoding}, format {header.format_version}, mask digest {header.mask_digest}")
+    print(
+        f"seed {header.seed}, generator {header.generator}, rule {header.rule}, density {header.density:g}\n"
+    )
+    rows = [
+        (
+            name,
+            " x ".join(map(str, entry.shape)),
+            entry.law or "trained",
+            f"{entry.scale:.4g}" if entry.scale is not None else "",
+            f"{entry.size if entry.kept is None else entry.kept:,}",
+            f"{1 if entry.kept is None else entry.kept / entry.size:.4f}",
+            f"{entry.entropy_bits / entry.size:.4f}" if entry.masked else "",
+            (entry.weight_sha256 or "")[:8],
+            (entry.data_sha256 or "")[:8],
+        )
+        for name, entry in sorted(header.tensors.items(), key=_in_order_of_blocks)
+    ]
+    _print_table("tensor shape law scale kept density entropy weights stored".split(), rows)
+    print("\nentropy: least bits a weight, knowing only how many are kept; weights, stored: digests\n")
+    parts = {"masks": "mask_bytes", "trained values": "trained_bytes", "description": "description_bytes"}
+    ledger = [(label, f"{size[key]:,}") for label, key in {**parts, size["file_name"]: "file"}.items()]
+    _print_table(("part", "bytes"), ledger)
+    print(
+        f"\n{size['weights']:,} weights, {size['bits_per_weight']:.4f} bits each; float32 takes "
+        f"{size['times_smaller']:.1f} times as much; entropy of the masks: {size['entropy_bytes']:,} bytes"
+    )
+
+
+def verify(args: argparse.Namespace) -> int:
+    """Print one line for each fault, or that there is none."""
+    from .hub import fetch_ticket
+    from .ticket import find_faults, mask_path, read_header
+
+    folder = fetch_ticket(args.ticket, revision=args.revision, token=args.token)
+    faults = 0
+    for fault in find_faults(folder, weights=not args.no_weights):
+        print(f"slt: {fault}", file=sys.stderr)
+        faults += 1
+    if not faults:
+        what = "masks and configuration" if args.no_weights else "masks, weights and configuration"
+        print(f"{args.ticket}: {what} as they should be, digest {read_header(mask_path(folder)).mask_digest}")
+    return int(faults > 0)
+
+
+def diff(args: argparse.Namespace) -> int:
+    """Print how two masks of one backbone differ, or how their backbones do."""
+    from .hub import fetch_ticket
+    from .mask_algebra import compare_tickets
+
+    found = compare_tickets(fetch_ticket(args.one), fetch_ticket(args.other))
+    if args.json:
+        facts = {
+            name: {
+                "size": one.size, "kept": one.kept, "both": one.both, "hamming": one.hamming,
+                "overlap": one.overlap, "chance": one.chance,
+            }
+            for name, one in found.items()
+        }  # fmt: skip
+        print(json.dumps(facts, indent=1))
+        return 0
+    rows = [
+        (
+            name,
+            f"{one.size:,}",
+            f"{one.kept[0]:,}",
+            f"{one.kept[1]:,}",
+            f"{one.hamming:,}",
+            f"{one.hamming / one.size:.4f}",
+            f"{one.overlap:.4f}",
+            f"{one.chance:.4f}",
+        )
+        for name, one in sorted(found.items(), key=lambda item: (item[0] == "all", _in_order_of_blocks(item)))
+    ]
+    _print_table("tensor weights one other differ share overlap chance".split(), rows)
+    print("\noverlap: kept by both / kept by either; chance: the same of random masks that keep as many")
+    return 0
+
+
+def combine(args: argparse.Namespace) -> None:
+    """Write a ticket that keeps what all, any or most of several keep."""
+    from .hub import fetch_ticket
+    from .mask_algebra import combine_tickets
+
+    folders = [fetch_ticket(one) for one in args.tickets]
+    header = combine_tickets(folders, args.how, args.output, encoding=args.encoding)
+    print(f"{args.output}: {args.how} of {len(folders)} masks, density {header.density:.4f}")
+
+
+def pack(args: argparse.Namespace) -> None:
+    """Store the masks of a folder in another encoding."""
+    from .ticket import mask_path, read_header, rewrite_ticket
+
+    before = mask_path(args.ticket)
+    size = before.stat().st_size if before.exists() else 0
+    encoding = args.encoding or read_header(before).encoding
+    output = Path(args.output or args.ticket)
+    rewrite_ticket(args.ticket, output, encoding=encoding)
+    print(f"{mask_path(output)}: {encoding}, {mask_path(output).stat().st_size:,} bytes (before: {size:,})")
+
+
+def push(args: argparse.Namespace) -> None:
+    """Upload a folder, and print the address."""
+    from .hub import push_ticket
+
+    print(
+        push_ticket(
+            args.ticket,
+            args.repo,
+            encoding=args.encoding,
+            private=args.private,
+            revision=args.revision,
+            commit_message=args.message,
+            create_pr=args.create_pr,
+            token=args.token,
+        )
+    )
+
+
+def _in_order_of_blocks(item: tuple[str, Any]) -> list[tuple[int, str]]:
+    return [(int(word), "") if word.isdigit() else (0, word) for word in item[0].split(".")]
+
+
+def _print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Columns as wide as they need, the first to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    for row in (head, *rows):
+        first, *rest = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        print("  ".join([first.strip().ljust(widths[0]), *rest]).rstrip())
+
+
+# -- commands that run the model -----------------------------------------------------------------------
+
+
+def merge(args: argparse.Namespace) -> None:
+    """Write the masked weights as stock GPT-2, with the tokenizer if there is one."""
+    import shutil
+
+    from .files import staged
+    from .hub import TOKENIZER_FILES, fetch_ticket
+
+    folder = fetch_ticket(args.ticket, revision=args.revision, token=args.token)
+    stock = _load_model(folder).merge_and_unload()
+    with staged(args.output) as stage:
+        stock.save_pretrained(stage)
+        for name in TOKENIZER_FILES:
+            if (folder / name).is_file():
+                shutil.copyfile(folder / name, stage / name)
+    print(f"{args.output}: {type(stock).__name__}, {stock.num_parameters():,} parameters")
+
+
+def generate(args: argparse.Namespace) -> None:
+    """Print text as it comes."""
+    from transformers import AutoTokenizer, TextStreamer, set_seed
+
+    from .hub import fetch_ticket
+
+    folder = fetch_ticket(args.ticket, revision=args.revision, token=args.token)
+    options = {"mask": fetch_ticket(args.mask)} if args.mask else {}
+    model = _load_model(folder, dtype=args.dtype, **options).to(args.device)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer(args.prompt or tokenizer.bos_token, return_tensors="pt").input_ids
+    room = model.config.n_positions - ids.shape[1]
+    if room < 1:
+        raise ValueError(
+            f"the prompt has {ids.shape[1]} tokens; the model takes {model.config.n_positions - 1} at most"
+        )
+    set_seed(args.seed)
+    drawing = {} if args.greedy else {"temperature": args.temperature, "top_k": args.top_k}
+    model.generate(
+        ids.to(args.device),
+        attention_mask=ids.new_ones(ids.shape).to(args.device),
+        max_new_tokens=min(args.tokens, room),
+        do_sample=not args.greedy,
+        pad_token_id=tokenizer.eos_token_id,
+        streamer=TextStreamer(tokenizer, skip_special_tokens=True),
+        **drawing,
+    )
+
+
+def _load_model(folder: Path, **options: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    from . import register
+
+    register()
+    logging.disable_progress_bar()
+    return AutoModelForCausalLM.from_pretrained(folder, **options)
+
+
+def _evaluate(words: list[str]) -> int:
+    from . import register
+    from .evaluation import main as evaluate
+
+    register()
+    return evaluate(words, "slt evaluate")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
