@@ -23,7 +23,7 @@ demo: $(READY)  ## find a ticket in a few minutes, compare it with its dense twi
 	$(BIN)/accelerate launch --config_file recipes/accelerate/cpu.yaml recipes/train_gpt2_slt.py \
 	  --config recipes/nano.yaml --compare random_mask dense --prompt "The function returns" \
 	  --output_dir runs/demo --overwrite true
-	$(BIN)/python -c "import hf_slt; print('verified:', hf_slt.verify_ticket('runs/demo/ticket').mask_digest)"
+	$(BIN)/slt verify runs/demo/ticket
 
 test: $(READY)  ## all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal

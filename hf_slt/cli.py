@@ -113,7 +113,11 @@ def build_parser() -> argparse.ArgumentParser:
     one.add_argument("--dtype", default="auto", help="such as float32 or bfloat16 (default: as saved)")
     remote(one)
 
-    command("evaluate", generate, "loss, perplexity and bits per byte on text; see `slt evaluate --help`")
+    command(
+        "evaluate",
+        lambda _: _evaluate([]),
+        "loss, perplexity and bits per byte on text; see `slt evaluate --help`",
+    )
 
     one = command("push", push, "upload a ticket to the Hub: masks, configuration, code, tokenizer and card")
     one.add_argument("ticket", metavar="DIR", help="folder of the ticket")

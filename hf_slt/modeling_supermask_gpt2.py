@@ -50,9 +50,10 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .configuration_supermask_gpt2 import SupermaskGPT2Config
+from .entropy import decode_masks  # noqa: F401  older transformers copy to their cache only what is named here
 from .files import staged
 from .layers import Part, SupermaskEmbedding, SupermaskHead, SupermaskLayer, SupermaskLinear
-from .masking import RULES  # noqa: F401  older transformers copy to their cache only what is named here
+from .masking import RULES  # noqa: F401  likewise
 from .named_masks import NamedMasks, check_backbone, find_mask, find_or_raise
 from .random_weights import digest
 from .ticket import (

@@ -19,7 +19,7 @@ import hf_slt
 from hf_slt import TicketError, verify_ticket
 from hf_slt.files import staged
 from hf_slt.random_weights import GENERATOR, draw
-from hf_slt.ticket import pack_mask, unpack_mask
+from hf_slt.ticket import find_faults, pack_mask, rewrite_ticket, unpack_mask
 
 
 def make_config(**options) -> hf_slt.SupermaskGPT2Config:
@@ -90,14 +90,88 @@ def test_the_folder_holds_what_it_should(saved):
     } <= names
     assert {path for path in names if path.endswith(".py")} == {
         "configuration_supermask_gpt2.py",
+        "entropy.py",
         "files.py",
         "layers.py",
         "masking.py",
         "modeling_supermask_gpt2.py",
+        "named_masks.py",
         "random_weights.py",
         "ticket.py",
     }
     assert not [name for name in names if name.startswith(".")]
+
+
+@pytest.mark.parametrize("embedding", ["masked", "trained"])
+def test_an_entropy_coded_ticket_is_the_same_ticket(tmp_path, embedding):
+    model = make_model(embedding=embedding)
+    packed = model.save_ticket(tmp_path / "packed")
+    coded = model.save_ticket(tmp_path / "coded", encoding="entropy")
+    assert coded.mask_digest == packed.mask_digest == verify_ticket(tmp_path / "coded").mask_digest
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "coded")  # without being told
+    assert torch.equal(logits_of(again), logits_of(model))
+    assert again.name_or_path == str(tmp_path / "coded")
+    again.save_ticket(tmp_path / "back")
+    first, back = ((tmp_path / name / "mask.safetensors").read_bytes() for name in ("packed", "back"))
+    assert back == first
+    sub = AutoModel.from_pretrained(tmp_path / "coded")
+    assert torch.equal(sub.wte.weight, again.transformer.wte.weight)
+    assert (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "coded", dtype=torch.float16).dtype == torch.float16
+    )
+
+
+def test_an_entropy_coded_file_is_near_its_bound(tmp_path):
+    """Stored bits against log2(n choose kept), by a sum of logarithms."""
+    model = AutoModelForCausalLM.from_config(make_config(n_embd=128, vocab_size=500, density=0.2))
+    header = model.save_ticket(tmp_path, encoding="entropy")
+    bits = 0.0
+    for entry in header.tensors.values():
+        places = np.arange(1, entry.kept + 1)
+        bits += float(np.log2((entry.size - entry.kept + places) / places).sum())
+    assert sum(entry.entropy_bits for entry in header.tensors.values()) == pytest.approx(bits, rel=1e-9)
+    assert bits <= 8 * load_file(tmp_path / "mask.safetensors")["coded_masks"].nbytes < 1.001 * bits
+
+
+@pytest.mark.parametrize("encoding", ["packed", "entropy"])
+def test_rewriting_changes_the_encoding_and_nothing_else(saved, tmp_path, encoding):
+    rewrite_ticket(saved, tmp_path / "coded", encoding="entropy")
+    rewrite_ticket(tmp_path / "coded", tmp_path / "new", encoding=encoding)
+    assert verify_ticket(tmp_path / "new").encoding == encoding
+    for path in saved.iterdir():
+        if encoding == "packed" or path.name not in ("mask.safetensors", "model.safetensors.index.json"):
+            assert (tmp_path / "new" / path.name).read_bytes() == path.read_bytes(), path.name
+    rewrite_ticket(tmp_path / "new", tmp_path / "new", encoding="packed")  # in place
+    assert (tmp_path / "new" / "mask.safetensors").read_bytes() == (saved / "mask.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("where", [0.3, 0.6, 0.999])
+def test_a_damaged_entropy_coded_ticket_is_refused(saved, tmp_path, where):
+    rewrite_ticket(saved, tmp_path / "coded", encoding="entropy")
+    path = tmp_path / "coded" / "mask.safetensors"
+    data = bytearray(path.read_bytes())
+    data[int(where * len(data))] ^= 16
+    path.write_bytes(data)
+    with pytest.raises(TicketError, match=r"mask\.safetensors"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "coded")
+    with pytest.raises(TicketError):
+        verify_ticket(tmp_path / "coded")
+
+
+def test_all_faults_are_found(folder):
+    stored = load_file(folder / "mask.safetensors")
+    with safe_open(folder / "mask.safetensors", "np") as file:
+        metadata = file.metadata()
+    for key in list(stored)[:2]:
+        stored[key][0] ^= 1
+    del stored[list(stored)[2]]
+    save_file(stored, folder / "mask.safetensors", metadata)
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors.index.json").unlink()
+    faults = [str(fault) for fault in find_faults(folder)]
+    words = (": damaged;", "is missing", "no such file")
+    assert [sum(word in fault for fault in faults) for word in words] == [2, 1, 1]
+    assert any("config.json" in fault for fault in faults)
 
 
 def test_a_bit_a_weight_and_nothing_more(model, saved):

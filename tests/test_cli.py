@@ -1,0 +1,214 @@
+"""The slt command: what it prints, what it writes, how it fails, and what it does not import."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from cases import logits_of, tiny_batch, tiny_config, train_a_little
+from transformers import AutoModelForCausalLM, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+import hf_slt
+from hf_slt import SupermaskGPT2LMHeadModel
+from hf_slt.cli import main
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+SLT = Path(sys.executable).parent / "slt"
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = ["<end>", *(f"w{index}" for index in range(63))]
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, "<end>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<end>", eos_token="<end>")
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shelf")
+    model = SupermaskGPT2LMHeadModel(tiny_config(density=0.3))
+    for name in ("one", "two"):
+        train_a_little(model).save_ticket(folder / name)
+        make_tokenizer().save_pretrained(folder / name)
+    return folder
+
+
+@pytest.fixture
+def folder(shelf, tmp_path):
+    return Path(shutil.copytree(shelf / "one", tmp_path / "ticket"))
+
+
+def run(capsys, *words) -> tuple[int, str, str]:
+    code = main([str(word) for word in words])
+    out, err = capsys.readouterr()
+    assert "Traceback" not in err
+    return code, out, err
+
+
+def test_inspect_shows_what_the_file_holds(capsys, shelf):
+    code, out, _ = run(capsys, "inspect", shelf / "one")
+    header = hf_slt.verify_ticket(shelf / "one")
+    assert code == 0
+    assert header.mask_digest in out
+    for name, entry in header.tensors.items():
+        (line,) = [line for line in out.splitlines() if line.split()[:1] == [name]]
+        assert f" {entry.kept:,} " in line
+        assert entry.weight_sha256[:8] in line
+        assert entry.data_sha256[:8] in line
+    assert f"{(shelf / 'one' / 'mask.safetensors').stat().st_size:,}" in out
+
+
+def test_inspect_as_json_adds_up(capsys, shelf):
+    for source in (shelf / "one", shelf / "one" / "mask.safetensors"):
+        _, out, _ = run(capsys, "inspect", source, "--json")
+        facts = json.loads(out)
+        assert facts["seed"] == 7
+        size = facts["bytes"]
+        assert size["file"] == size["mask_bytes"] + size["trained_bytes"] + size["description_bytes"]
+        assert size["weights"] == sum(tensor["size"] for tensor in facts["tensors"].values())
+
+
+def test_inspect_draws(capsys, shelf, tmp_path):
+    code, _, _ = run(capsys, "inspect", shelf / "one", "--figure", tmp_path / "masks.png")
+    assert code == 0
+    assert (tmp_path / "masks.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_verify(capsys, folder):
+    code, out, _ = run(capsys, "verify", folder)
+    assert (code, out.count("\n")) == (0, 1)
+    data = bytearray((folder / "mask.safetensors").read_bytes())
+    data[-3] ^= 1
+    data[-3000] ^= 1
+    (folder / "mask.safetensors").write_bytes(data)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "seed": 8}))
+    code, out, err = run(capsys, "verify", folder)
+    assert (code, out) == (1, "")
+    assert len(err.splitlines()) == 3  # one for each
+    assert all(line.startswith("slt: ") for line in err.splitlines())
+
+
+def test_diff(capsys, shelf):
+    _, out, _ = run(capsys, "diff", shelf / "one", shelf / "two", "--json")
+    found = json.loads(out)
+    one, two = (SupermaskGPT2LMHeadModel.from_pretrained(shelf / name).masks() for name in ("one", "two"))
+    assert found["wte"]["hamming"] == (one["wte"] != two["wte"]).sum() > 0
+    _, out, _ = run(capsys, "diff", shelf / "one", shelf / "two")
+    assert f"{found['all']['hamming']:,}" in out.splitlines()[-3]
+
+
+def test_combine_and_pack(capsys, shelf, tmp_path):
+    new = tmp_path / "new"
+    assert run(capsys, "combine", "union", shelf / "one", shelf / "two", "--output", new)[0] == 0
+    one, two = (SupermaskGPT2LMHeadModel.from_pretrained(shelf / name).masks() for name in ("one", "two"))
+    masks = SupermaskGPT2LMHeadModel.from_pretrained(new).masks()
+    assert all(np.array_equal(masks[name], one[name] | two[name]) for name in one)
+    before = (new / "mask.safetensors").read_bytes()
+    code, out, _ = run(capsys, "pack", new, "--encoding", "entropy")
+    assert code == 0
+    assert f"{len(before):,}" in out
+    assert (new / "mask.safetensors").stat().st_size < len(before)
+    assert run(capsys, "pack", new, "--encoding", "packed", "--output", tmp_path / "back")[0] == 0
+    assert (tmp_path / "back" / "mask.safetensors").read_bytes() == before
+    assert (tmp_path / "back" / "tokenizer.json").exists()
+
+
+def test_merge_writes_stock_gpt2(capsys, shelf, tmp_path):
+    assert run(capsys, "merge", shelf / "one", tmp_path / "stock")[0] == 0
+    stock = GPT2LMHeadModel.from_pretrained(tmp_path / "stock")
+    ticket = AutoModelForCausalLM.from_pretrained(shelf / "one")
+    torch.testing.assert_close(logits_of(stock), logits_of(ticket))
+    assert (tmp_path / "stock" / "tokenizer.json").exists()
+    assert run(capsys, "merge", shelf / "one", tmp_path / "stock")[0] == 0  # again in the same folder
+
+
+def test_generate(capsys, shelf):
+    words = ("generate", shelf / "one", "--prompt", "w1 w2", "--tokens", "5")
+    code, out, _ = run(capsys, *words, "--greedy")
+    model = AutoModelForCausalLM.from_pretrained(shelf / "one")
+    ids = model.generate(torch.tensor([[2, 3]]), max_new_tokens=5, do_sample=False, pad_token_id=0)
+    assert code == 0
+    assert out.split() == make_tokenizer().decode(ids[0], skip_special_tokens=True).split()
+    drawn = run(capsys, *words, "--seed", "1")[1]
+    assert drawn == run(capsys, *words, "--seed", "1")[1]
+    other = run(capsys, *words, "--greedy", "--mask", shelf / "two")[1]
+    assert other == run(capsys, "generate", shelf / "two", *words[2:], "--greedy")[1] != out
+    code, _, err = run(capsys, "generate", shelf / "one", "--prompt", "w1 " * 64)
+    assert (code, err.count("\n")) == (1, 1)
+    assert "64 tokens" in err
+
+
+def test_evaluate(capsys, shelf, tmp_path):
+    (tmp_path / "text.txt").write_text("w1 w2 w3 w4 " * 20)
+    code, out, _ = run(capsys, "evaluate", shelf / "one", "--file", tmp_path / "text.txt", "--json")
+    assert code == 0
+    model = AutoModelForCausalLM.from_pretrained(shelf / "one")
+    assert json.loads(out)["loss"] > 0
+    assert logits_of(model, tiny_batch()).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["inspect", "{tmp}/nothing"], "no such folder"),
+        (["inspect", "{tmp}"], "no such file"),
+        (["verify", "{tmp}/nothing"], "no such folder"),
+        (["diff", "{shelf}/one", "{tmp}"], "no such file"),
+        (["combine", "union", "{shelf}/one", "--output", "{tmp}/new"], "at least two"),
+        (["pack", "{tmp}/nothing", "--encoding", "entropy"], "no such folder"),
+        (["merge", "{tmp}/nothing", "{tmp}/out"], "no such folder"),
+        (["generate", "{tmp}", "--prompt", "x"], "config.json"),
+        (["push", "{tmp}/nothing", "me/ticket"], "no such folder"),
+        (["evaluate", "{tmp}/nothing"], "cannot load"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else None,
+)
+def test_what_goes_wrong_is_one_line(capsys, shelf, tmp_path, words, message):
+    code, out, err = run(capsys, *(word.format(tmp=tmp_path, shelf=shelf) for word in words))
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert message in err
+    assert not (tmp_path / "new").exists()
+
+
+def test_wrong_words_are_named(capsys):
+    for words in (["dance"], ["inspect"], ["pack", "x", "--encoding", "zip"], []):
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        assert ended.value.code == 2
+        assert "usage: slt" in capsys.readouterr().err
+
+
+def test_help_and_inspect_do_not_import_torch(shelf):
+    """In the installed command itself: the package registers its models unless it is run by it."""
+    script = "import runpy, sys; sys.argv = sys.argv[1:]; code = 0\n"
+    script += "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    script += "except SystemExit as ended: code = ended.code\n"
+    script += "print(code, sorted({'torch', 'transformers'} & set(sys.modules)))"
+    for words in (
+        ["--help"],
+        ["inspect", shelf / "one"],
+        ["verify", shelf / "one"],
+        ["diff", *[shelf / "one"] * 2],
+    ):
+        ended = subprocess.run([sys.executable, "-c", script, SLT, *words], capture_output=True, text=True)
+        assert ended.stdout.splitlines()[-1] == "0 []", ended.stderr
+
+
+COMMANDS = "inspect verify diff combine pack merge generate evaluate push".split()
+
+
+@pytest.mark.parametrize("words", [[], *([command] for command in COMMANDS)], ids=str)
+def test_the_readme_shows_the_help_in_full(capsys, monkeypatch, words):
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit):
+        main([*words, "--help"])
+    shown = capsys.readouterr().out
+    assert shown.strip() in README
+    assert words or all(f"\n    {command} " in shown for command in COMMANDS)
