@@ -46,6 +46,7 @@ class ModelArguments:
     qk_scale: str = _help("Factor on query and key weights: a number, or paper for n_qk ** (1/4).", "paper")
     layer_norm: bool = _help("Keep LayerNorm.", True)
     embedding: str = _help("Embeddings: masked, frozen or trained.", "masked")
+    embedding_bits: int = _help("Bits of a trained embedding value in the ticket: 32, 8 or 4.", 32)
     tie_word_embeddings: bool = _help("Use the token embedding as output head.", True)
     activation_function: str = _help("Activation of the MLPs.", "gelu_new")
     dropout: float = _help("Dropout in the residual stream, attention and embeddings.", 0.0)

@@ -17,6 +17,7 @@ from transformers import GenerationConfig, GPT2Config
 from transformers.utils import logging
 
 from .masking import RULES
+from .quantisation import BITS
 from .random_weights import GENERATOR, LAWS
 
 logger = logging.get_logger(__name__)
@@ -56,6 +57,8 @@ class SupermaskGPT2Config(GPT2Config):
         layer_norm: False removes ln_1, ln_2 and ln_f, as in the theory.
         embedding: `"masked"` like every other weight, `"frozen"` (random and all kept), or `"trained"`
             (ordinary parameters, stored in the ticket). An untied `lm_head` follows it.
+        embedding_bits: how trained embeddings are stored in the ticket: 32, 8 or 4 bits a value, the last
+            two with a scale a row. Training computes with the rounded values, as the ticket will.
         n_qk, n_v: width of a query/key and of a value per head; n_embd // n_head by default.
         state: `"scores"` while training, `"ticket"` once there are only masks. Set by the library.
         weight_generator: version of the random generator. Set by the library.
@@ -78,6 +81,7 @@ class SupermaskGPT2Config(GPT2Config):
     scale_with_width: bool = False
     layer_norm: bool = True
     embedding: Literal["masked", "frozen", "trained"] = "masked"
+    embedding_bits: int = 32
     n_qk: int | None = None
     n_v: int | None = None
     state: Literal["scores", "ticket"] = "scores"
@@ -108,6 +112,12 @@ class SupermaskGPT2Config(GPT2Config):
         _one_of("embedding", self.embedding, ("masked", "frozen", "trained"))
         _one_of("state", self.state, ("scores", "ticket"))
         _one_of("rule", self.rule, tuple(RULES))
+        _one_of("embedding_bits", self.embedding_bits, (32, *BITS))
+        if self.embedding_bits != 32 and self.embedding != "trained":
+            raise ValueError(
+                f"embedding_bits {self.embedding_bits} is for trained embeddings, but embedding is "
+                f"{self.embedding!r}; give embedding='trained' as well"
+            )
         if self.weight_generator != GENERATOR:
             raise ValueError(
                 f"weight_generator {self.weight_generator!r} is not {GENERATOR!r}, the one of this version "
@@ -193,6 +203,6 @@ def _generation_options() -> frozenset[str]:  # transformers moves these to the 
     return frozenset(GenerationConfig().to_dict())
 
 
-def _one_of(name: str, value: str | None, choices: tuple) -> None:
+def _one_of(name: str, value: str | int | None, choices: tuple) -> None:
     if value not in choices:
         raise ValueError(f"{name} {value!r} is not one of {', '.join(map(repr, choices))}")

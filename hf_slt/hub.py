@@ -309,7 +309,7 @@ def measure_size(folder: Path, header: Header) -> dict[str, Any]:
         description = 8 + int.from_bytes(file.read(8), "little")  # as safetensors begins
     total = path.stat().st_size
     entries = header.tensors.values()
-    trained = sum(4 * entry.size for entry in entries if entry.trained)
+    trained = sum(entry.value_bytes for entry in entries)
     weights, masked, kept = (
         sum(entry.size for entry in entries),
         sum(entry.size for entry in entries if entry.masked),

@@ -27,6 +27,7 @@ from torch.nn import functional as F
 
 from .configuration_supermask_gpt2 import SupermaskGPT2Config
 from .masking import RULES, MaskedWeight, Selector, TracedMaskedWeight, keep_largest, kept_count, traced_mask
+from .quantisation import dequantise, largest_code, quantise
 from .random_weights import digest, draw
 from .ticket import pack_mask, unpack_mask
 
@@ -67,6 +68,27 @@ class _Stamp:
         return twin
 
 
+class RoundedWeight(torch.autograd.Function):
+    """Rows rounded to what 8 or 4 bits can hold, as by `quantisation.py`; the gradient passes through."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(weight: Tensor, bits: int) -> Tensor:
+        largest = weight.abs().amax(-1, keepdim=True).float()
+        steps = (largest / largest_code(bits)).view(torch.int32)
+        scales = ((steps + 0x1FFF) & ~0x1FFF).view(torch.float32).clamp_min(2**-14)
+        return ((weight / scales).round() * scales + 0.0).to(weight.dtype)  # + 0.0: no code is a minus zero
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
 class SupermaskLayer(nn.Module):
     """A frozen random matrix under a mask; what the three layers below have in common.
 
@@ -86,6 +108,7 @@ class SupermaskLayer(nn.Module):
         self.seed, self.rule, self.density = config.seed, config.rule, config.density
         self.in_ticket = config.state == "ticket"
         self.learns = learns if learns != "masked" else config.state  # scores, ticket, frozen or trained
+        self.bits = config.embedding_bits if self.learns == "trained" else 32
         self.shape = shape
         self.parts = tuple(_parts(name, shape, widths))
         self.laws = {part.name: config.law_of(part.name) for part in self.parts}
@@ -122,7 +145,7 @@ class SupermaskLayer(nn.Module):
             elif self.learns == "ticket":
                 self._fill(part.prefix + "mask", self.first_mask, part)
             elif self.learns == "trained":
-                self._fill("weight", self.frozen_weight, part)
+                self._fill("weight", self.first_values, part)
         if self.learns != "trained" and not self._is_current():
             self.materialise()
 
@@ -154,6 +177,13 @@ class SupermaskLayer(nn.Module):
     def frozen_weight(self, part: Part) -> np.ndarray:
         """The random tensor of a part, before any mask, in float32."""
         return draw(self.seed, part.name, part.shape, *self.laws[part.name])
+
+    def first_values(self, part: Part) -> np.ndarray:
+        """What a trained tensor begins with; in a ticket as its bits can hold it."""
+        values = self.frozen_weight(part)
+        if self.in_ticket and self.bits != 32:
+            values = dequantise(*quantise(values, self.bits), values.shape, self.bits)
+        return values
 
     def first_scores(self, part: Part) -> np.ndarray:
         """Edge-popup's first scores, kaiming_uniform(a=sqrt 5): U[-1, 1] / sqrt(fan in)."""
@@ -228,7 +258,8 @@ class SupermaskLayer(nn.Module):
     def masked_weight(self) -> Tensor:
         """The weight that this layer computes with, differentiable in its scores."""
         if self.learns == "trained":
-            return self.weight
+            rounds = self.bits != 32 and not self.in_ticket  # a ticket holds rounded values
+            return RoundedWeight.apply(self.weight, self.bits) if rounds else self.weight
         traced = torch.compiler.is_compiling()
         if self.learns != "scores":
             if not traced and not self._is_current():

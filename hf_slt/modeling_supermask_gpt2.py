@@ -55,6 +55,7 @@ from .files import staged
 from .layers import Part, SupermaskEmbedding, SupermaskHead, SupermaskLayer, SupermaskLinear
 from .masking import RULES  # noqa: F401  likewise
 from .named_masks import NamedMasks, check_backbone, find_mask, find_or_raise
+from .quantisation import BITS  # noqa: F401  likewise
 from .random_weights import digest
 from .ticket import (
     CONFIG_FILE,
@@ -278,9 +279,9 @@ class SupermaskGPT2PreTrainedModel(NamedMasks, PreTrainedModel):
         """This model as a ticket, in memory: masks in place of scores."""
         ticket = self.from_masks(self.config, self.masks())
         with torch.no_grad():
-            for name, values in self.state_dict().items():
-                if not name.endswith(("scores", "mask")):  # trained embeddings
-                    ticket.get_parameter(name).copy_(values)
+            for path, layer in self._layers():
+                if layer.learns == "trained":
+                    ticket.get_parameter(f"{path}.weight").copy_(layer.masked_weight())
         return ticket.to(self.device, self.dtype)
 
     def regenerate(self) -> None:
@@ -367,8 +368,8 @@ class SupermaskGPT2PreTrainedModel(NamedMasks, PreTrainedModel):
             law, scale = layer.laws[part.name]
             if layer.learns == "trained":
                 key = f"{path}.weight"
-                arrays[key] = layer.weight.detach().float().cpu().numpy()
-                entries[part.name] = Entry(part.shape, key, data_sha256=digest(arrays[key]))
+                arrays[key] = layer.masked_weight().detach().float().cpu().numpy()
+                entries[part.name] = Entry(part.shape, key, bits=layer.bits, data_sha256=digest(arrays[key]))
                 continue
             drawn = layer.weight_digests.get(part.name) or digest(layer.frozen_weight(part))
             entry = Entry(part.shape, None, law, scale, weight_sha256=drawn)
@@ -387,9 +388,10 @@ class SupermaskGPT2PreTrainedModel(NamedMasks, PreTrainedModel):
     def ledger(self) -> dict[str, int]:
         """Bytes of everything in the ticket that follows from neither seed nor mask, by tensor name.
 
-        Empty for a model of masks only; float32 values where embeddings are trained.
+        Empty for a model of masks only; the stored values where embeddings are trained.
         """
-        return {part.name: 4 * part.size for _, layer, part in self._parts() if layer.learns == "trained"}
+        entries = self._entries()[0]
+        return {name: entry.value_bytes for name, entry in entries.items() if entry.trained}
 
     def push_to_hub(self, repo_id: str, *, encoding: str = "packed", **kwargs) -> str:
         """As in transformers; of a ticket the mask file, config, code, tokenizer and card are uploaded.
@@ -431,7 +433,7 @@ class SupermaskGPT2PreTrainedModel(NamedMasks, PreTrainedModel):
             own = header
             path, header = find_or_raise(mask, {**where, "revision": None, "subfolder": ""})
             check_backbone(path, own, header)
-        if header is not None and (mask is not None or header.encoding != "packed"):
+        if header is not None and (mask is not None or header.coded):
             if not isinstance(config, PreTrainedConfig):
                 config, kwargs = cls.config_class.from_pretrained(
                     config or source, return_unused_kwargs=True, **kwargs

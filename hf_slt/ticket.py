@@ -11,7 +11,8 @@ which needs no index; all below holds for either.)
 A mask of n bits is ceil(n / 8) bytes: bit i % 8 (least significant first) of byte i // 8 is weight i
 of the row-major tensor; the bits after the last are zero. With `encoding` "packed" each mask is stored so;
 with "entropy" all masks stand in one tensor, `coded_masks`, near their entropy (see `entropy.py`). Digests
-are those of the packed bytes in either case: a ticket is the same ticket however it is stored.
+are those of the packed bytes in either case: a ticket is the same ticket however it is stored. Trained values
+are float32, or codes of 8 or 4 bits and the scales of their rows (see `quantisation.py`).
 
 This module knows names, arrays and files; it knows no model and needs no torch.
 """
@@ -32,6 +33,7 @@ from safetensors.numpy import load_file, save
 
 from .entropy import decode_masks, encode_masks
 from .files import staged
+from .quantisation import BITS, dequantise, quantise, stored_form
 from .random_weights import GENERATOR, digest, draw
 
 FORMAT_VERSION = 1
@@ -43,6 +45,7 @@ METADATA_KEY = "hf_slt"
 DIGEST_KEY = "hf_slt_sha256"  # of the text under METADATA_KEY
 ENCODINGS = ("packed", "entropy")
 CODED_KEY = "coded_masks"  # where all masks stand in an entropy-coded file
+SCALES = "_scales"  # after the key of quantised values: where the scales of their rows stand
 # Of these, what a new save does not write is of an older one, and would be loaded in its place.
 WEIGHT_FILES = r"mask\.safetensors|model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json"
 
@@ -75,7 +78,8 @@ class Entry:
     law: str | None = None
     scale: float | None = None
     kept: int | None = None
-    data_sha256: str | None = None  # of the bytes under `key`: packed mask, or trained values
+    bits: int = 1  # that a stored value takes: 1 for a mask; 32, 8 or 4 for trained values
+    data_sha256: str | None = None  # of the packed mask, or of the trained values in float32
     weight_sha256: str | None = None  # of the drawn float32 weights, before masking
 
     @property
@@ -91,6 +95,13 @@ class Entry:
             sign * math.lgamma(count + 1) / math.log(2)
             for sign, count in ((1, self.size), (-1, self.kept), (-1, self.size - self.kept))
         )
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of trained values, with the scales of their rows."""
+        if not self.trained:
+            return 0
+        return -(-self.size * self.bits // 8) + (2 * self.shape[0] if self.bits in BITS else 0)
 
     @property
     def masked(self) -> bool:
@@ -115,6 +126,11 @@ class Header:
     encoding: str = "packed"
     bit_order: str = "little"
     mask_digest: str = field(default="")
+
+    @property
+    def coded(self) -> bool:
+        """Whether the file holds something else than the tensors of the model's state dict."""
+        return self.encoding != "packed" or any(entry.bits in BITS for entry in self.tensors.values())
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
@@ -160,14 +176,7 @@ def write_masks(
     masks are stored.
     """
     directory = Path(directory)
-    if header.encoding == "entropy":
-        masked = {name: entry for name, entry in header.tensors.items() if entry.masked}
-        keys = {name: str(entry.key) for name, entry in masked.items()}
-        shapes = {name: entry.shape for name, entry in masked.items()}
-        coded = encode_masks({name: arrays[key] for name, key in keys.items()}, shapes)
-        arrays = {CODED_KEY: coded} | {
-            key: array for key, array in arrays.items() if key not in keys.values()
-        }
+    arrays = _encode(header, arrays)
     text = header.to_json()
     metadata = {"format": "pt", METADATA_KEY: text, DIGEST_KEY: _sha256(text)}
     (directory / file_name).write_bytes(_in_order(save(dict(arrays), metadata)))
@@ -178,6 +187,21 @@ def write_masks(
         "weight_map": dict.fromkeys(sorted(arrays), MASK_FILE),
     }
     (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _encode(header: Header, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What the file holds, of what the state dict holds: both by key."""
+    stored = dict(arrays)
+    for entry in header.tensors.values():
+        if entry.bits in BITS:
+            key = str(entry.key)
+            stored[key], stored[key + SCALES] = quantise(arrays[key], entry.bits)
+    if header.encoding == "entropy":
+        masked = {name: entry for name, entry in header.tensors.items() if entry.masked}
+        shapes = {name: entry.shape for name, entry in masked.items()}
+        packed = {name: stored.pop(str(entry.key)) for name, entry in masked.items()}
+        stored[CODED_KEY] = encode_masks(packed, shapes)
+    return stored
 
 
 def _in_order(data: bytes) -> bytes:
@@ -268,15 +292,13 @@ def read_masks(path: str | os.PathLike, header: Header) -> dict[str, np.ndarray]
 
 def _read_arrays(path: Path, header: Header) -> tuple[dict[str, np.ndarray], list[TicketError]]:
     try:
-        stored = load_file(path)
-        if header.encoding == "entropy":
-            stored |= _decode(header, stored.pop(CODED_KEY))
+        stored = _decode(header, load_file(path))
     except (SafetensorError, OSError) as error:
         return {}, [TicketError(f"{path}: {error}: damaged; {AGAIN}")]
-    except KeyError:
-        return {}, [TicketError(f"{path}: tensor {CODED_KEY} is missing; {AGAIN}")]
+    except KeyError as error:
+        return {}, [TicketError(f"{path}: tensor {error.args[0]} is missing; {AGAIN}")]
     except ValueError as error:
-        return {}, [TicketError(f"{path}: {CODED_KEY} cannot be decoded ({error}); {AGAIN}")]
+        return {}, [TicketError(f"{path}: a tensor cannot be decoded ({error}); {AGAIN}")]
     arrays, faults = {}, []
     for name, entry in header.tensors.items():
         if entry.key is None:
@@ -300,11 +322,22 @@ def _read_arrays(path: Path, header: Header) -> tuple[dict[str, np.ndarray], lis
     return arrays, faults
 
 
-def _decode(header: Header, coded: np.ndarray) -> dict[str, np.ndarray]:
-    masked = {name: entry for name, entry in header.tensors.items() if entry.masked}
-    shapes = {name: entry.shape for name, entry in masked.items()}
-    packed = decode_masks(coded, shapes, {name: int(entry.kept or 0) for name, entry in masked.items()})
-    return {str(masked[name].key): bits for name, bits in packed.items()}
+def _decode(header: Header, stored: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The inverse of `_encode`."""
+    for entry in header.tensors.values():
+        if entry.bits in BITS:
+            codes, scales = stored.pop(str(entry.key)), stored.pop(str(entry.key) + SCALES)
+            form = stored_form(entry.shape, entry.bits), ((entry.shape[0],), np.dtype(np.float16))
+            if ((codes.shape, codes.dtype), (scales.shape, scales.dtype)) != form:
+                raise ValueError(f"{entry.key} is stored as {codes.shape, codes.dtype}, not {form[0]}")
+            stored[str(entry.key)] = dequantise(codes, scales, entry.shape, entry.bits)
+    if header.encoding == "entropy":
+        masked = {name: entry for name, entry in header.tensors.items() if entry.masked}
+        shapes = {name: entry.shape for name, entry in masked.items()}
+        kept = {name: int(entry.kept or 0) for name, entry in masked.items()}
+        packed = decode_masks(stored.pop(CODED_KEY), shapes, kept)
+        stored |= {str(masked[name].key): bits for name, bits in packed.items()}
+    return stored
 
 
 def check_array(path: str | os.PathLike, name: str, entry: Entry, array: np.ndarray) -> None:
@@ -410,8 +443,9 @@ def find_faults(directory: str | os.PathLike, *, weights: bool = True) -> Iterat
 
 def _stored_keys(header: Header) -> set[str]:
     coded = header.encoding == "entropy"
-    keys = {entry.key for entry in header.tensors.values() if entry.key and not (coded and entry.masked)}
-    return keys | ({CODED_KEY} if coded else set())
+    entries = [entry for entry in header.tensors.values() if entry.key and not (coded and entry.masked)]
+    scales = {str(entry.key) + SCALES for entry in entries if entry.bits in BITS}
+    return {str(entry.key) for entry in entries} | scales | ({CODED_KEY} if coded else set())
 
 
 def draw_entry(header: Header, name: str) -> np.ndarray:
@@ -446,7 +480,7 @@ def backbone_differences(one: Header, other: Header) -> list[str]:
             found.append(f"{name} is in only one of them")
             continue
         mine, theirs = one.tensors[name], other.tensors[name]
-        for what in ("shape", "law", "scale", "masked"):
+        for what in ("shape", "law", "scale", "masked", "bits"):
             if getattr(mine, what) != getattr(theirs, what):
                 found.append(f"{name} with {what} {getattr(mine, what)} and {getattr(theirs, what)}")
                 break  # one line a tensor is enough to name it

@@ -70,7 +70,7 @@ def build_model(arguments: Arguments, corpus: Corpus) -> PreTrainedModel:
     config = arguments.model.config(corpus, arguments.data.block_size)
     control = arguments.run.control
     if control == "frozen_embeddings":
-        config.embedding = "frozen"
+        config.embedding, config.embedding_bits = "frozen", 32
     if control == "dense":
         return dense_twin(config)
     return SupermaskGPT2LMHeadModel(config)

@@ -32,11 +32,17 @@ CASES = {
     "normal": {},
     "normal-untied": {"tie_word_embeddings": False},
     "normal-trained": {"embedding": "trained"},
+    "normal-trained-4bit": {"embedding": "trained", "embedding_bits": 4},
     "uniform": {"law": "uniform"},
     "uniform-no_norm": _THEORY,
     "constant-frozen": {"law": "signed_constant", "embedding": "frozen"},
     "constant-frozen-untied": {"law": "signed_constant", "embedding": "frozen", "tie_word_embeddings": False},
-    "xavier-trained-untied": {"law": "xavier_uniform", "embedding": "trained", "tie_word_embeddings": False},
+    "xavier-trained-untied": {
+        "law": "xavier_uniform",
+        "embedding": "trained",
+        "embedding_bits": 8,
+        "tie_word_embeddings": False,
+    },
     "xavier-free_heads": {"law": "xavier_uniform", "n_qk": 6, "n_v": 10},
     "theory": _THEORY | {"embedding": "frozen", "n_qk": 5, "n_v": 16},
 }

@@ -16,7 +16,7 @@ README = (ROOT / "README.md").read_text()
 
 # Each module may import those on lines above its own, and nothing below: imports go down only.
 ORDER = """
-random_weights files entropy subset_sum attention_hessian
+random_weights files entropy quantisation subset_sum attention_hessian
 masking ticket
 configuration_supermask_gpt2 mask_algebra
 layers
@@ -38,6 +38,7 @@ NO_TORCH = (
     "files",
     "ticket",
     "entropy",
+    "quantisation",
     "mask_algebra",
     "cli",
     "plots",
@@ -78,7 +79,7 @@ def test_the_package_is_flat_and_its_code_can_travel():
         "modeling_supermask_gpt2",
         "random_weights",
     )
-    for name in (*travelling, "ticket", "files", "entropy", "named_masks"):
+    for name in (*travelling, "ticket", "files", "entropy", "quantisation", "named_masks"):
         text = (PACKAGE / f"{name}.py").read_text()
         assert not re.search(r"^\s*from \. import|^\s*from \.\.|^\s*(import|from) hf_slt", text, re.M), name
 

@@ -96,6 +96,7 @@ def test_the_folder_holds_what_it_should(saved):
         "masking.py",
         "modeling_supermask_gpt2.py",
         "named_masks.py",
+        "quantisation.py",
         "random_weights.py",
         "ticket.py",
     }
