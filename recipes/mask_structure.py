@@ -1,0 +1,129 @@
+"""Is there structure in a trained mask that a coder could use? Bits per weight under simple models.
+
+    python recipes/mask_structure.py runs/nano/ticket [more tickets]
+
+`packed` is one bit a weight, `bound` is log2(n choose kept) a mask, `entropy` what hf_slt.entropy makes of
+it. Below them, models that know more than the count: the weights of a mask are put into groups, and each
+group has a density of its own, learned on the way by an urn (Beta-binomial) that starts at the mask's
+density p, worth `a` weights already seen:
+
+    P(next weight of a group is kept) = (kept so far + a p) / (seen so far + a)
+
+These need no side information but `a` (one byte a mask, its best power of two) and which model it is. Each
+mask takes the bound where a model does not pay. The last two models know the signs of the drawn weights,
+which a decoder has from the seed.
+"""
+
+import argparse
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from hf_slt.entropy import encode_masks
+from hf_slt.ticket import MASK_FILE, MODEL_FILE, Header, draw_entry, read_arrays, read_header, unpack_mask
+
+SIDE_BITS = 8  # of a model: which, and its `a`
+lgamma = np.vectorize(math.lgamma, otypes=[float])
+
+
+def bound_bits(size: int, kept: int) -> float:
+    """log2(size choose kept)."""
+    return (math.lgamma(size + 1) - math.lgamma(kept + 1) - math.lgamma(size - kept + 1)) / math.log(2)
+
+
+def urn_bits(sizes: np.ndarray, kept: np.ndarray) -> float:
+    """Bits to code groups of these sizes and counts by urns, with the best of some `a`."""
+    sizes, kept = sizes[sizes > 0], kept[sizes > 0]
+    density = kept.sum() / sizes.sum()
+    if density in (0, 1):
+        return 0.0
+
+    def log_beta(x, y):
+        return lgamma(x) + lgamma(y) - lgamma(x + y)
+
+    def nats(a: float) -> float:
+        first, second = a * density, a * (1 - density)
+        return float((log_beta(first, second) - log_beta(kept + first, sizes - kept + second)).sum())
+
+    return min(nats(2.0**power) for power in range(1, 16)) / math.log(2)
+
+
+def grouped_bits(mask: np.ndarray, groups: np.ndarray) -> float:
+    """`urn_bits` of a mask; `groups` is the number of each weight's group, or can be broadcast to it."""
+    numbers = np.broadcast_to(groups, mask.shape).reshape(-1)
+    return urn_bits(np.bincount(numbers), np.bincount(numbers, mask.reshape(-1)))
+
+
+def rows(mask: np.ndarray) -> np.ndarray:
+    return np.arange(mask.shape[0])[:, None]
+
+
+def columns(mask: np.ndarray) -> np.ndarray:
+    return np.arange(mask.shape[1])[None, :]
+
+
+def heads(name: str, mask: np.ndarray, n_head: int) -> np.ndarray:
+    """Blocks of columns that make one head's queries, keys or values; of rows that read one head."""
+    if name.endswith(("query", "key", "value")):
+        return columns(mask) * n_head // mask.shape[1]
+    if name.endswith("attn.c_proj"):
+        return rows(mask) * n_head // mask.shape[0]
+    return np.zeros((1, 1), int)
+
+
+def neighbours(mask: np.ndarray) -> np.ndarray:
+    """Whether the weights above and to the left are kept: both are decoded before."""
+    padded = np.pad(mask, ((1, 0), (1, 0))).astype(int)
+    return 2 * padded[:-1, 1:] + padded[1:, :-1]
+
+
+def measure(header: Header, name: str, mask: np.ndarray) -> dict[str, float]:
+    """Bits of one mask under each model."""
+    sign = (draw_entry(header, name) > 0).astype(int)
+    models: dict[str, Callable[[], np.ndarray]] = {
+        "rows": lambda: rows(mask),
+        "columns": lambda: columns(mask),
+        "heads": lambda: heads(name, mask, header.config["n_head"]),
+        "neighbours": lambda: neighbours(mask),
+        "rows x sign": lambda: 2 * rows(mask) + sign,
+        "columns x sign": lambda: 2 * columns(mask) + sign,
+    }
+    bound = bound_bits(mask.size, int(mask.sum()))
+    bits = {model: min(bound, SIDE_BITS + grouped_bits(mask, groups())) for model, groups in models.items()}
+    bits["rows or columns"] = min(bits["rows"], bits["columns"])
+    bits["rows or columns x sign"] = min(bits["rows x sign"], bits["columns x sign"])
+    return {"packed": 8.0 * -(-mask.size // 8), "bound": bound, **bits}
+
+
+def report(folder: Path) -> dict[str, float]:
+    """Bits per weight of all masks of a ticket, by model."""
+    path = folder / MASK_FILE if (folder / MASK_FILE).exists() else folder / MODEL_FILE
+    header = read_header(path)
+    arrays = read_arrays(path, header)
+    masks = {
+        name: unpack_mask(arrays[name], entry.shape) for name, entry in header.tensors.items() if entry.masked
+    }
+    totals: dict[str, float] = {"packed": 0, "bound": 0, "entropy": 8 * encode_masks(masks).nbytes}
+    for name, mask in masks.items():
+        for model, bits in measure(header, name, mask).items():
+            totals[model] = totals.get(model, 0) + bits
+    weights = sum(mask.size for mask in masks.values())
+    return {model: bits / weights for model, bits in totals.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("tickets", nargs="+", type=Path, metavar="TICKET", help="folder of a ticket")
+    for folder in parser.parse_args().tickets:
+        found = report(folder)
+        print(f"{folder}\n{'model':<24}{'bits per weight':>16}{'over the bound':>16}")
+        for model, bits in found.items():
+            print(f"{model:<24}{bits:>16.5f}{100 * (bits / found['bound'] - 1):>+15.3f}%")
+
+
+if __name__ == "__main__":
+    main()
