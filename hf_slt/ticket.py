@@ -78,9 +78,9 @@ class Entry:
     law: str | None = None
     scale: float | None = None
     kept: int | None = None
-    bits: int = 1  # that a stored value takes: 1 for a mask; 32, 8 or 4 for trained values
     data_sha256: str | None = None  # of the packed mask, or of the trained values in float32
     weight_sha256: str | None = None  # of the drawn float32 weights, before masking
+    bits: int = 1  # that a stored value takes: 1 for a mask; 32, 8 or 4 for trained values
 
     @property
     def size(self) -> int:
@@ -88,13 +88,8 @@ class Entry:
 
     @property
     def entropy_bits(self) -> float:
-        """log2(size choose kept): the least a mask takes of which only the number kept is known."""
-        if self.kept is None:
-            return 0.0
-        return sum(
-            sign * math.lgamma(count + 1) / math.log(2)
-            for sign, count in ((1, self.size), (-1, self.kept), (-1, self.size - self.kept))
-        )
+        """The least a mask takes of which only the number kept is known."""
+        return entropy_bits(self.size, self.kept) if self.kept is not None else 0.0
 
     @property
     def value_bytes(self) -> int:
@@ -134,6 +129,16 @@ class Header:
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
+
+
+def entropy_bits(size: int, kept: int) -> float:
+    """log2(size choose kept).
+
+    >>> round(entropy_bits(100, 2), 3)
+    12.273
+    """
+    nats = math.lgamma(size + 1) - math.lgamma(kept + 1) - math.lgamma(size - kept + 1)
+    return nats / math.log(2)
 
 
 def pack_mask(mask: np.ndarray) -> np.ndarray:

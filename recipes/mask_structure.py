@@ -22,15 +22,10 @@ from pathlib import Path
 import numpy as np
 
 from hf_slt.entropy import encode_masks
-from hf_slt.ticket import MASK_FILE, MODEL_FILE, Header, draw_entry, read_arrays, read_header, unpack_mask
+from hf_slt.ticket import Header, draw_entry, entropy_bits, mask_path, read_header, read_masks
 
 SIDE_BITS = 8  # of a model: which, and its `a`
 lgamma = np.vectorize(math.lgamma, otypes=[float])
-
-
-def bound_bits(size: int, kept: int) -> float:
-    """log2(size choose kept)."""
-    return (math.lgamma(size + 1) - math.lgamma(kept + 1) - math.lgamma(size - kept + 1)) / math.log(2)
 
 
 def urn_bits(sizes: np.ndarray, kept: np.ndarray) -> float:
@@ -90,7 +85,7 @@ def measure(header: Header, name: str, mask: np.ndarray) -> dict[str, float]:
         "rows x sign": lambda: 2 * rows(mask) + sign,
         "columns x sign": lambda: 2 * columns(mask) + sign,
     }
-    bound = bound_bits(mask.size, int(mask.sum()))
+    bound = entropy_bits(mask.size, int(mask.sum()))
     bits = {model: min(bound, SIDE_BITS + grouped_bits(mask, groups())) for model, groups in models.items()}
     bits["rows or columns"] = min(bits["rows"], bits["columns"])
     bits["rows or columns x sign"] = min(bits["rows x sign"], bits["columns x sign"])
@@ -99,12 +94,8 @@ def measure(header: Header, name: str, mask: np.ndarray) -> dict[str, float]:
 
 def report(folder: Path) -> dict[str, float]:
     """Bits per weight of all masks of a ticket, by model."""
-    path = folder / MASK_FILE if (folder / MASK_FILE).exists() else folder / MODEL_FILE
-    header = read_header(path)
-    arrays = read_arrays(path, header)
-    masks = {
-        name: unpack_mask(arrays[name], entry.shape) for name, entry in header.tensors.items() if entry.masked
-    }
+    header = read_header(mask_path(folder))
+    masks = read_masks(mask_path(folder), header)
     totals: dict[str, float] = {"packed": 0, "bound": 0, "entropy": 8 * encode_masks(masks).nbytes}
     for name, mask in masks.items():
         for model, bits in measure(header, name, mask).items():
