@@ -5,9 +5,9 @@
         hub.files("me/ticket")              # what is on the main branch, by name
         hub.requests                        # what the client asked for: [("POST", "/api/repos/create"), ...]
 
-Large files come by LFS (the client's HF_HUB_DISABLE_XET=1) or by Xet, of which only the storage is not ours:
-`hf_xet` keeps it itself, in a folder, when it is sent to a `local://` address.
-A user `me` has the token `me-token`, and writes to `me/...` only. Nothing outlives the server but that folder.
+Large files come by LFS (if the client has HF_HUB_DISABLE_XET=1) or by Xet, whose storage `hf_xet` keeps by
+itself in a folder when it is sent to a `local://` address.
+A user `me` has the token `me-token`, and writes to `me/...` only.
 """
 
 import base64
@@ -96,9 +96,8 @@ class LoopbackHub:
     def xet_hash(self, sha256: str) -> str | None:
         """What the Xet storage calls a file, from the shards that the client has left there.
 
-        A shard is a row of 48-byte records: its header, then for each file a head (hash, flags, number of
-        segments), its segments, as many proofs if bit 31 is set, and its SHA-256 if bit 30 is; then a head
-        of ones.
+        A shard is a row of 48-byte records: a header; for each file a head (hash, flags, number of segments),
+        its segments, as many proofs if bit 31 is set, its SHA-256 if bit 30 is; and a head of ones.
         """
 
         def in_hex(digest: bytes) -> str:  # four little-endian words
@@ -121,11 +120,14 @@ def _regular(data: bytes) -> Blob:
     return Blob(data, len(data), hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest(), large=False)
 
 
+@dataclass
 class Refused(Exception):
-    """Status, message and code of an error as the Hub words it."""
+    """An answer that is an error."""
 
-
-NOT_FOUND = Refused(404, "Repository not found", "RepoNotFound")
+    status: int
+    message: str
+    code: str = ""
+    headers: dict[str, str] = field(default_factory=dict)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -155,9 +157,8 @@ class Handler(BaseHTTPRequestHandler):
                     return
             raise Refused(404, f"no such address: {self.command} {path}", "EntryNotFound")
         except Refused as refused:
-            status, message, code = (*refused.args, None)[:3]
-            headers = {"X-Error-Message": message} | ({"X-Error-Code": code} if code else {})
-            self.answer({"error": message}, status, headers | getattr(refused, "headers", {}))
+            named = {"X-Error-Message": refused.message, "X-Error-Code": refused.code, **refused.headers}
+            self.answer({"error": refused.message}, refused.status, named)
 
     do_GET = do_HEAD = do_POST = do_PUT = do_ANY
 
@@ -198,7 +199,9 @@ class Handler(BaseHTTPRequestHandler):
         user, repo = self.user(), self.hub.repos.get(name)
         mine = user == name.split("/")[0]
         if repo is None or (repo.private and not mine):
-            raise NOT_FOUND if user else Refused(401, "Invalid username or password.")
+            if user is None:
+                raise Refused(401, "Invalid username or password.")
+            raise Refused(404, "Repository not found", "RepoNotFound")
         if write and not mine:
             raise Refused(403, f"Forbidden: you must have write access to {name}")
         return repo
@@ -226,11 +229,9 @@ class Handler(BaseHTTPRequestHandler):
         self.answer({"url": f"{self.hub.url}/{name}", "id": name})
 
     def validate_card(self, body: bytes) -> None:
-        content = json.loads(body)["content"]
-        fine = bool(re.match(r"---\n.*?\n---\n", content, re.DOTALL))
-        self.answer(
-            {"errors": [] if fine else [{"message": "no metadata"}], "warnings": []}, 200 + 200 * (not fine)
-        )
+        if not re.match(r"---\n.*?\n---\n", json.loads(body)["content"], re.DOTALL):
+            raise Refused(400, "no metadata")
+        self.answer({"errors": [], "warnings": []})
 
     def branch(self, body: bytes, name: str, branch: str) -> None:
         repo = self.repo(name, write=True)
@@ -242,19 +243,16 @@ class Handler(BaseHTTPRequestHandler):
     def preupload(self, body: bytes, name: str, branch: str) -> None:
         repo = self.repo(name, write="create_pr" not in self.query)
         there = repo.commits[repo.commit_of(branch)]
-        self.answer(
+        files = [
             {
-                "files": [
-                    {
-                        "path": file["path"],
-                        "uploadMode": "lfs" if file["path"].endswith(LARGE) else "regular",
-                        "shouldIgnore": False,
-                        "oid": there[file["path"]].oid if file["path"] in there else None,
-                    }
-                    for file in json.loads(body)["files"]
-                ]
+                "path": file["path"],
+                "uploadMode": "lfs" if file["path"].endswith(LARGE) else "regular",
+                "shouldIgnore": False,
+                "oid": there[file["path"]].oid if file["path"] in there else None,
             }
-        )
+            for file in json.loads(body)["files"]
+        ]
+        self.answer({"files": files})
 
     def lfs_batch(self, body: bytes, name: str) -> None:
         wanted = json.loads(body)
@@ -262,7 +260,6 @@ class Handler(BaseHTTPRequestHandler):
         for one in (objects := wanted["objects"]):
             if one["oid"] not in self.hub.uploads:
                 one["actions"] = {"upload": {"href": f"{self.hub.url}/lfs/{one['oid']}"}}
-                one["actions"]["verify"] = {"href": f"{self.hub.url}/lfs/{one['oid']}/verify"}
         self.answer({"transfer": "basic", "objects": objects})
 
     def lfs_put(self, body: bytes, oid: str) -> None:
@@ -270,9 +267,6 @@ class Handler(BaseHTTPRequestHandler):
             raise Refused(400, "the content does not have the digest it was announced with")
         self.hub.uploads[oid] = body
         self.answer({})
-
-    def lfs_verify(self, body: bytes, oid: str) -> None:
-        self.answer({}, 200 if len(self.hub.uploads.get(oid, b"")) == json.loads(body)["size"] else 404)
 
     def commit(self, body: bytes, name: str, branch: str) -> None:
         new_request = "create_pr" in self.query
@@ -304,24 +298,7 @@ class Handler(BaseHTTPRequestHandler):
     def info(self, body: bytes, name: str, revision: str | None = None) -> None:
         repo, sha = self.revision(name, revision or "main")
         siblings = [{"rfilename": file} for file in sorted(repo.commits[sha])]
-        self.answer(
-            {
-                "id": name,
-                "modelId": name,
-                "sha": sha,
-                "private": repo.private,
-                "siblings": siblings,
-                "tags": [],
-            }
-        )
-
-    def refs(self, body: bytes, name: str) -> None:
-        branches = self.repo(name).branches
-        listed = [
-            {"name": one, "ref": f"refs/heads/{one}", "targetCommit": all[-1]}
-            for one, all in branches.items()
-        ]
-        self.answer({"branches": listed, "tags": [], "converts": []})
+        self.answer({"id": name, "sha": sha, "private": repo.private, "siblings": siblings, "tags": []})
 
     def tree(self, body: bytes, name: str, revision: str, under: str | None = None) -> None:
         repo, sha = self.revision(name, revision)
@@ -339,9 +316,7 @@ class Handler(BaseHTTPRequestHandler):
         repo, sha = self.revision(name, revision)
         blob = repo.commits[sha].get(file)
         if blob is None:
-            refused = Refused(404, f"Entry not found: {file}", "EntryNotFound")
-            refused.headers = {"X-Repo-Commit": sha}
-            raise refused
+            raise Refused(404, f"Entry not found: {file}", "EntryNotFound", {"X-Repo-Commit": sha})
         headers = {"X-Repo-Commit": sha, "ETag": f'"{blob.oid}"'}
         if blob.large:
             headers |= {"X-Linked-Etag": f'"{blob.oid}"', "X-Linked-Size": str(blob.size)}
@@ -367,9 +342,7 @@ ROUTES = {
     rf"POST {_MODEL}/commit/(?P<branch>.+)": Handler.commit,
     rf"POST /{_NAME}\.git/info/lfs/objects/batch": Handler.lfs_batch,
     r"PUT /lfs/(?P<oid>\w+)": Handler.lfs_put,
-    r"POST /lfs/(?P<oid>\w+)/verify": Handler.lfs_verify,
     rf"GET {_MODEL}(/revision/(?P<revision>.+))?": Handler.info,
-    rf"GET {_MODEL}/refs": Handler.refs,
     rf"GET {_MODEL}/tree/(?P<revision>refs/pr/\d+|[^/]+)(/(?P<under>.+))?": Handler.tree,
     rf"GET {_MODEL}/xet-(?P<way>read|write)-token(/.*)?": Handler.xet_token,
     rf"(GET|HEAD) /{_NAME}/resolve/(?P<revision>refs/pr/\d+|[^/]+)/(?P<file>.+)": Handler.resolve,

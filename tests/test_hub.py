@@ -6,10 +6,9 @@ Every client is an interpreter of its own: `huggingface_hub` reads the address o
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -59,8 +58,9 @@ class Client:
     hub: LoopbackHub
     home: Path
     xet: bool = False
+    shells: dict[str, subprocess.Popen] = field(default_factory=dict)
 
-    def run(self, words: list, **changes: str) -> subprocess.CompletedProcess:
+    def options(self, changes: dict[str, str]) -> dict:
         self.home.mkdir(exist_ok=True)
         environment = {
             **os.environ,
@@ -76,45 +76,55 @@ class Client:
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
             **changes,
         }
-        return subprocess.run(
-            list(map(str, words)), env=environment, cwd=self.home, capture_output=True, text=True, check=False
-        )
+        return {"env": environment, "cwd": self.home, "text": True, "stdout": subprocess.PIPE}
+
+    def run(self, words: list, **changes: str) -> str:
+        """What a command prints; it must go well."""
+        options = self.options(changes) | {"stderr": subprocess.PIPE}
+        run = subprocess.run(list(map(str, words)), check=False, **options)
+        assert run.returncode == 0, run.stderr
+        return run.stdout
 
     def slt(self, *words, **changes: str) -> str:
-        """What the command prints, as a user would call it; it must go well."""
-        run = self.run(
-            [SLT, *words] if SLT.exists() else [sys.executable, "-m", "hf_slt.cli", *words], **changes
-        )
-        assert run.returncode == 0, run.stderr
-        return run.stdout
+        """The command, as it is installed."""
+        command = [SLT] if SLT.exists() else [sys.executable, "-m", "hf_slt.cli"]
+        return self.run([*command, *words], **changes)
 
     def python(self, script: str, *words, **changes: str) -> str:
-        run = self.run([sys.executable, "-c", script, *words], **changes)
-        assert run.returncode == 0, run.stderr
-        return run.stdout
+        return self.run([sys.executable, "-c", script, *words], **changes)
 
     def commands(self, *commands: list, **changes: str) -> list[tuple[int, str, str]]:
-        """Exit code, stdout and stderr of each `slt` command, all in one interpreter, to save time."""
-        words = json.dumps([list(map(str, command)) for command in commands])
-        return json.loads(self.python(COMMANDS, words, **changes))
+        """Exit code, stdout and stderr of `slt` commands, all in one interpreter, which is kept for more."""
+        key = json.dumps(changes)
+        if key not in self.shells:
+            options = self.options(changes) | {"stdin": subprocess.PIPE}
+            self.shells[key] = subprocess.Popen([sys.executable, "-c", SHELL], **options)
+        shell = self.shells[key]
+        print(json.dumps([list(map(str, command)) for command in commands]), file=shell.stdin, flush=True)
+        return json.loads(shell.stdout.readline())
+
+    def leave(self) -> None:
+        for shell in self.shells.values():
+            shell.communicate()  # the end of its input is the end of it
 
 
-COMMANDS = """
+SHELL = """
 import contextlib, io, json, os, sys, time
-words, sys.argv = json.loads(sys.argv[1]), ["slt"]
+sys.argv = ["slt"]
 time.sleep = lambda seconds: None  # the client waits before it tries again
 from hf_slt.cli import main
-results = []
-for command in words:
-    if command[0].startswith("HF_TOKEN="):  # as in a shell
-        os.environ["HF_TOKEN"] = command.pop(0).removeprefix("HF_TOKEN=")
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main(command)
-    results.append((code, out.getvalue(), err.getvalue()))
-    os.environ["HF_TOKEN"] = "me-token"
-assert "torch" not in sys.modules
-print(json.dumps(results))
+for line in sys.stdin:
+    results = []
+    for command in json.loads(line):
+        os.environ["HF_TOKEN"] = "me-token"
+        if command[0].startswith("HF_TOKEN="):  # as in a shell
+            os.environ["HF_TOKEN"] = command.pop(0).removeprefix("HF_TOKEN=")
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = main(command)
+        results.append((code, out.getvalue(), err.getvalue()))
+    assert "torch" not in sys.modules
+    print(json.dumps(results), flush=True)
 """
 
 
@@ -153,12 +163,14 @@ def local(tmp_path_factory) -> Local:
 
 @dataclass
 class Shared:
-    """A Hub with tickets that were pushed in all ways, and whoever pushed them."""
+    """A Hub with tickets that were pushed in all ways, who pushed them, and what the commands printed."""
 
     hub: LoopbackHub
     author: Client
-    folder: Path
     answers: dict[str, str]
+
+    def visit(self, name: str) -> Client:
+        return Client(self.hub, self.author.home.with_name(name), self.author.xet)
 
 
 PUSH = """
@@ -184,7 +196,8 @@ def shared(request, local, tmp_path_factory):
         options = ["--private", "--message", "By hand", "--token", "me-token"]
         answers["private"] = author.slt("push", runs / "ticket", "me/private", *options, HF_TOKEN="")
         answers["v2"] = author.slt("push", runs / "poems", "me/ticket", "--revision", "v2")
-        yield Shared(hub, author, folder, answers)
+        yield Shared(hub, author, answers)
+        author.leave()
 
 
 # -- push -----------------------------------------------------------------------------------------
@@ -275,7 +288,7 @@ with model.mask("v2"):
     look("poems, load_mask revision", model)
 look("ticket, after", model)
 print(pipeline("text-generation", "me/ticket")("The", max_new_tokens=3, do_sample=False)[0]["generated_text"])
-card = ModelCard.load("me/ticket" if len(sys.argv) < 3 else sys.argv[2]).content
+card = ModelCard.load(sys.argv[2]).content
 exec(card.split("```python")[1].split("```")[0])
 numpy.savez(sys.argv[1], **found)
 """
@@ -284,7 +297,7 @@ sys.modules["hf_slt"] = None  # import hf_slt fails, as where it is not installe
 options = dict(trust_remote_code=True)
 look("ticket", AutoModelForCausalLM.from_pretrained("me/ticket", **options))
 look("ticket, small", AutoModelForCausalLM.from_pretrained("me/small", **options))
-look("poems, revision", AutoModelForCausalLM.from_pretrained("me/ticket", revision="v2", code_revision="v2", **options))
+look("poems, revision", AutoModelForCausalLM.from_pretrained("me/ticket", revision="v2", **options))
 model = AutoModelForCausalLM.from_pretrained("me/ticket", **options)
 assert type(model).__module__.startswith("transformers_modules"), type(model)
 model.load_mask("poems", "me/poems")
@@ -309,39 +322,37 @@ def check(local: Local, path: Path, looks: int) -> None:
         np.testing.assert_array_equal(found[label], expected, err_msg=label)
 
 
-def test_pull_with_the_package_then_offline(shared, local):
-    client = Client(shared.hub, shared.folder / "with", shared.author.xet)
-    text = client.python(PULL, client.home / "found.npz").splitlines()
+def test_pull_with_the_package(shared, local):
+    client = shared.visit("with")
+    text = client.python(PULL, client.home / "found.npz", "me/ticket").splitlines()
     check(local, client.home / "found.npz", 9)
     assert [line.startswith("The") for line in text[:2]] == [True, True]  # the pipeline's, and the card's
     if shared.author.xet:
-        return  # from the cache it is all one
+        return  # what is in the cache is the same
     shared.hub.requests.clear()
     card = next(client.home.glob("hub/models--me--ticket/snapshots/*/README.md"))
-    offline = client.python(PULL, client.home / "again.npz", card, HF_HUB_OFFLINE="1")
+    again = client.python(PULL, client.home / "again.npz", card, HF_HUB_OFFLINE="1")
     check(local, client.home / "again.npz", 9)
-    assert offline.splitlines() == text
+    assert again.splitlines() == text
     assert not shared.hub.requests
 
 
-def test_pull_without_the_package_then_offline(shared, local):
-    client = Client(shared.hub, shared.folder / "without", shared.author.xet)
+@pytest.mark.parametrize("shared", ["lfs"], indirect=True)  # code does not come by Xet
+def test_pull_without_the_package(shared, local):
+    client = shared.visit("without")
     text = client.python(STRANGER, client.home / "found.npz")
     check(local, client.home / "found.npz", 4)
     assert text.startswith("The")
     assert "pip install hf_slt" in text
-    if shared.author.xet:
-        return
-    # No Hub at that address any more
-    again = client.python(
-        STRANGER, client.home / "again.npz", HF_HUB_OFFLINE="1", HF_ENDPOINT="http://127.0.0.1:9"
-    )
+    # and later, when no Hub is there
+    gone = {"HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://127.0.0.1:9"}
+    again = client.python(STRANGER, client.home / "again.npz", **gone)
     check(local, client.home / "again.npz", 4)
     assert again == text
 
 
 def test_slt_reads_from_the_hub(shared, local):
-    client = Client(shared.hub, shared.folder / "reader", shared.author.xet)
+    client = shared.visit("reader")
     digest = read_header(local.runs / "ticket" / "mask.safetensors").mask_digest
     assert digest in client.slt("verify", "me/ticket")
     commands = [
@@ -359,6 +370,7 @@ def test_slt_reads_from_the_hub(shared, local):
     shared.hub.requests.clear()
     assert client.commands(*commands, HF_HUB_OFFLINE="1") == results
     assert not shared.hub.requests
+    client.leave()
 
 
 # -- what may go wrong ----------------------------------------------------------------------------
@@ -371,11 +383,22 @@ def hub(tmp_path):
 
 
 @pytest.fixture
-def author(hub, tmp_path, local):
-    client = Client(hub, tmp_path / "author")
+def author(request, hub, tmp_path, local):
+    client = Client(hub, tmp_path / "author", xet=getattr(request, "param", "lfs") == "xet")
     client.home.mkdir()
     (client.home / "runs").symlink_to(local.runs)
-    return client
+    yield client
+    client.leave()
+
+
+@pytest.fixture
+def reader(hub, tmp_path, author):
+    client = Client(hub, tmp_path / "reader", author.xet)
+    yield client
+    client.leave()
+
+
+by_both_ways = pytest.mark.parametrize("author", ["lfs", "xet"], indirect=True)
 
 
 def refused(results: list) -> list[str]:
@@ -437,12 +460,11 @@ def test_no_ticket_there_and_no_hub(hub, author):
         assert "HF_HUB_OFFLINE" in line
 
 
-@pytest.mark.parametrize("xet", [False, True], ids=["lfs", "xet"])
-def test_a_push_that_is_cut(hub, author, xet):
-    author.xet = xet
+@by_both_ways
+def test_a_push_that_is_cut(hub, author):
     push, reads = ["push", "runs/ticket", "me/ticket"], ["verify", "me/ticket"]
     # in the upload of the masks (by Xet it does not pass through our hands), in the commit, or at the start
-    for place in ("PUT", "/commit/", "/repos/create")[xet:]:
+    for place in ("PUT", "/commit/", "/repos/create")[author.xet :]:
         hub.cut[:] = [place] * 20  # the client may try again
         (code, _, said), unread = author.commands(push, reads)
         assert code == 1
@@ -453,7 +475,7 @@ def test_a_push_that_is_cut(hub, author, xet):
         assert "Traceback" not in said
         assert "no such name" in unread[2] or "no ticket there" in unread[2]
         assert not hub.repos.get("me/ticket") or hub.commits("me/ticket") == []
-    hub.cut[:] = ["PUT"] if not xet else []  # once: the client tries again by itself
+    hub.cut[:] = [] if author.xet else ["PUT"]  # once: the client tries again by itself
     assert [code for code, _, _ in author.commands(push, reads)] == [0, 0]
     assert set(hub.files("me/ticket")) == TICKET
     assert len(hub.commits("me/ticket")) == 1
@@ -482,7 +504,7 @@ def flip(data: bytes, place: int) -> bytes:
     return data[:place] + bytes([data[place] ^ 4]) + data[place + 1 :]
 
 
-def test_a_ticket_damaged_on_the_server_is_refused(hub, author, tmp_path):
+def test_a_ticket_damaged_on_the_server_is_refused(hub, author, reader):
     names = ("me/bit", "me/short", "me/header", "me/small")
     results = author.commands(
         *(
@@ -501,7 +523,6 @@ def test_a_ticket_damaged_on_the_server_is_refused(hub, author, tmp_path):
         blob = hub.files(name)["mask.safetensors"]
         blob.data = harm[name](blob.data)
         blob.size = len(blob.data)
-    reader = Client(hub, tmp_path / "reader")
     for name, line in zip(
         names, refused(reader.commands(*(["verify", name] for name in names))), strict=True
     ):
@@ -514,11 +535,10 @@ def test_a_ticket_damaged_on_the_server_is_refused(hub, author, tmp_path):
     assert all("mask.safetensors: " in line for line in lines)
 
 
-def test_a_file_that_ends_too_soon_is_not_kept(hub, author, tmp_path):
+def test_a_file_that_ends_too_soon_is_not_kept(hub, author, reader):
     author.commands(["push", "runs/ticket", "me/ticket"])
     blob = hub.files("me/ticket")["mask.safetensors"]
     whole, blob.data = blob.data, blob.data[:-1000]  # but the Hub says that it is longer
-    reader = Client(hub, tmp_path / "reader")
     ((code, _, said),) = reader.commands(["verify", "me/ticket"])
     assert code == 1
     assert "Traceback" not in said
@@ -535,19 +555,20 @@ def test_a_pull_request(hub, author):
     assert author.slt("verify", "you/ticket", "--revision", "refs/pr/1")
 
 
-def test_a_xet_store_that_is_damaged(hub, author, tmp_path):
-    author.xet = True
+@pytest.mark.parametrize("author", ["xet"], indirect=True)
+def test_a_xet_storage_that_is_damaged_or_gone(hub, author, reader):
     author.commands(["push", "runs/ticket", "me/ticket"])
-    stores = [path for path in hub.store.rglob("xorbs/xorbs/default.*") if path.suffix != ".tagset"]
-    assert stores
-    for path in stores:
+    stored = [path for path in hub.store.rglob("xorbs/xorbs/default.*") if path.suffix != ".tagset"]
+    assert stored
+    for path in stored:
         path.chmod(0o600)
         path.write_bytes(flip(path.read_bytes(), 6000))
-    reader = Client(hub, tmp_path / "reader", xet=True)
     ((code, _, said),) = reader.commands(["verify", "me/ticket"])
     assert code == 1
+    assert said.startswith("slt: ")
     assert "Traceback" not in said
-    shutil.rmtree(hub.store)
+    for path in stored:
+        path.unlink()
     ((code, _, said),) = reader.commands(["verify", "me/ticket"])
     assert code == 1
     assert "Traceback" not in said
