@@ -55,7 +55,8 @@ def _explain_refusal(error: Any) -> str | None:
         return f"the Hub does not accept the token ({said}); see `hf auth login`, HF_TOKEN or --token"
     if status == 401 or type(error).__name__ in ("RepositoryNotFoundError", "GatedRepoError"):
         cure = "check the name, and the token: `hf auth login`, HF_TOKEN or --token"
-        return f"no such name on the Hub, or no permission ({said}); {cure}"
+        name = f"{error.repo_id}: " if getattr(error, "repo_id", None) else ""
+        return f"{name}no such name on the Hub, or no permission ({said}); {cure}"
     if status == 403:
         return f"no permission on the Hub ({said}); the token must be one that may write there"
     return None

@@ -140,10 +140,11 @@ class Local:
 @pytest.fixture(scope="module")
 def local(tmp_path_factory) -> Local:
     runs, logits, texts = tmp_path_factory.mktemp("author") / "runs", {}, {}
-    for name, steps in {"ticket": 3, "poems": 6}.items():
+    for name, steps in {"ticket": 3, "poems": 6}.items():  # the scores are those of the last
         torch.manual_seed(0)
         model = SupermaskGPT2LMHeadModel(tiny_config(vocab_size=300, density=0.3))
-        model = train_a_little(model, steps).to_ticket()
+        train_a_little(model, steps).save_pretrained(runs / "scores")
+        model = model.to_ticket()
         model.save_ticket(runs / name)
         train_tokenizer(["The mask of a seed. " * 9], 300, 64).save_pretrained(runs / name)
         with torch.no_grad():
@@ -179,6 +180,9 @@ exec(sys.argv[1])
 print(model.active_mask)
 model.set_mask("default")
 print(model.push_to_hub("me/small", encoding="entropy", private=True, commit_message="Smaller"))
+model.generation_config.max_new_tokens = 7
+model.push_to_hub("me/small", encoding="entropy", revision="short")
+SupermaskGPT2LMHeadModel.from_pretrained("runs/scores").push_to_hub("me/training")
 """
 
 
@@ -192,6 +196,7 @@ def shared(request, local, tmp_path_factory):
         (author.home / "runs").symlink_to(local.runs)
         runs, answers = Path("runs"), {}
         answers["poems"] = author.slt("push", runs / "poems", "me/poems")
+        author.slt("push", runs / "ticket", "me/training", "--encoding", "entropy")  # scores will follow
         answers["push"] = author.python(PUSH, SHARING)
         options = ["--private", "--message", "By hand", "--token", "me-token"]
         answers["private"] = author.slt("push", runs / "ticket", "me/private", *options, HF_TOKEN="")
@@ -277,6 +282,9 @@ model = AutoModelForCausalLM.from_pretrained("me/ticket")
 look("ticket", model)
 look("ticket, small", AutoModelForCausalLM.from_pretrained("me/small"))
 look("poems, revision", AutoModelForCausalLM.from_pretrained("me/ticket", revision="v2"))
+look("poems, scores", AutoModelForCausalLM.from_pretrained("me/training"))
+short = hf_slt.SupermaskGPT2LMHeadModel.from_pretrained("me/small", revision="short")
+print(short.generation_config.max_new_tokens, model.generation_config.max_new_tokens)
 look("ticket, from_mask", hf_slt.SupermaskGPT2LMHeadModel.from_mask("me/ticket"))
 look("ticket, from_mask small", hf_slt.SupermaskGPT2LMHeadModel.from_mask("me/small"))
 look("poems, mask=", AutoModelForCausalLM.from_pretrained("me/ticket", mask="me/poems"))
@@ -322,21 +330,24 @@ def check(local: Local, path: Path, looks: int) -> None:
         np.testing.assert_array_equal(found[label], expected, err_msg=label)
 
 
+@pytest.mark.slow
 def test_pull_with_the_package(shared, local):
     client = shared.visit("with")
     text = client.python(PULL, client.home / "found.npz", "me/ticket").splitlines()
-    check(local, client.home / "found.npz", 9)
+    check(local, client.home / "found.npz", 10)
+    assert text.pop(0) == "7 None"
     assert [line.startswith("The") for line in text[:2]] == [True, True]  # the pipeline's, and the card's
     if shared.author.xet:
         return  # what is in the cache is the same
     shared.hub.requests.clear()
     card = next(client.home.glob("hub/models--me--ticket/snapshots/*/README.md"))
     again = client.python(PULL, client.home / "again.npz", card, HF_HUB_OFFLINE="1")
-    check(local, client.home / "again.npz", 9)
-    assert again.splitlines() == text
+    check(local, client.home / "again.npz", 10)
+    assert again.splitlines()[1:] == text
     assert not shared.hub.requests
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", ["lfs"], indirect=True)  # code does not come by Xet
 def test_pull_without_the_package(shared, local):
     client = shared.visit("without")
@@ -438,8 +449,10 @@ def test_no_permission_and_no_such_name(hub, author):
         assert line.startswith("the Hub does not accept the token (Invalid credentials")
     for line in lines[6:10]:
         assert re.match(
-            r"no such name on the Hub, or no permission \(.*\); check the name, and the token", line
+            r"(me/\w+: )?no such name on the Hub, or no permission \(.*\); check the name, and the token",
+            line,
         )
+    assert lines[7].startswith("me/nothing: ")
     assert lines[10] == "no such branch, tag or commit on the Hub (Invalid rev id: v3)"
     assert lines[11] == "runs/nothing: no such folder"
     assert lines[12] == "runs/nothing/at/all: no such folder, and no name on the Hub (such as me/ticket)"
@@ -504,6 +517,7 @@ def flip(data: bytes, place: int) -> bytes:
     return data[:place] + bytes([data[place] ^ 4]) + data[place + 1 :]
 
 
+@pytest.mark.slow
 def test_a_ticket_damaged_on_the_server_is_refused(hub, author, reader):
     names = ("me/bit", "me/short", "me/header", "me/small")
     results = author.commands(
@@ -556,19 +570,12 @@ def test_a_pull_request(hub, author):
 
 
 @pytest.mark.parametrize("author", ["xet"], indirect=True)
-def test_a_xet_storage_that_is_damaged_or_gone(hub, author, reader):
+def test_a_xet_storage_that_is_damaged(hub, author, reader):
     author.commands(["push", "runs/ticket", "me/ticket"])
     stored = [path for path in hub.store.rglob("xorbs/xorbs/default.*") if path.suffix != ".tagset"]
     assert stored
     for path in stored:
         path.chmod(0o600)
         path.write_bytes(flip(path.read_bytes(), 6000))
-    ((code, _, said),) = reader.commands(["verify", "me/ticket"])
-    assert code == 1
-    assert said.startswith("slt: ")
-    assert "Traceback" not in said
-    for path in stored:
-        path.unlink()
-    ((code, _, said),) = reader.commands(["verify", "me/ticket"])
-    assert code == 1
-    assert "Traceback" not in said
+    (line,) = refused(reader.commands(["verify", "me/ticket"]))
+    assert re.search(r"mask\.safetensors: .* has digest .* damaged", line)
