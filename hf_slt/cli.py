@@ -27,16 +27,44 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("slt: interrupted", file=sys.stderr)
         return 130
-    except (OSError, ValueError, RuntimeError, ImportError) as error:
+    except Exception as error:
+        if not isinstance(error, (OSError, ValueError, RuntimeError, ImportError)) and not _of_network(error):
+            raise  # a fault of ours
         print(f"slt: {_one_line(error)}", file=sys.stderr)
         return 1
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    if type(error).__module__.startswith("huggingface_hub"):  # status first, what was wrong after it
-        return " ".join(lines)
+    cause = error if _of_network(error) else error.__cause__
+    if cause is not None and _of_network(cause) and type(cause).__name__ != "HTTPStatusError":
+        what = lines[0] if type(error) is RuntimeError else "No answer from the Hub."  # it names a file
+        return f"{what} The connection failed or was cut ({str(cause) or type(cause).__name__}); try again"
+    if type(error).__module__.startswith("huggingface_hub"):
+        return _explain_refusal(error) or " ".join(lines)
     return lines[0]
+
+
+def _explain_refusal(error: Any) -> str | None:
+    """What it means that the Hub says no, where we know better than its client; its words in brackets."""
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    said = " ".join(str(getattr(error, "server_message", None) or f"status {status}").split())
+    if type(error).__name__ == "RevisionNotFoundError":
+        return f"no such branch, tag or commit on the Hub ({said})"
+    if status == 401 and "credentials" in said:
+        return f"the Hub does not accept the token ({said}); see `hf auth login`, HF_TOKEN or --token"
+    if status == 401 or type(error).__name__ in ("RepositoryNotFoundError", "GatedRepoError"):
+        cure = "check the name, and the token: `hf auth login`, HF_TOKEN or --token"
+        name = f"{error.repo_id}: " if getattr(error, "repo_id", None) else ""
+        return f"{name}no such name on the Hub, or no permission ({said}); {cure}"
+    if status == 403:
+        return f"no permission on the Hub ({said}); the token must be one that may write there"
+    return None
+
+
+def _of_network(error: BaseException) -> bool:
+    """Whether it comes from the HTTP client of the Hub's client, whose errors are none of Python's own."""
+    return type(error).__module__.startswith("httpx")
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -24,7 +24,15 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData, snapshot_download
+from huggingface_hub import (
+    CommitOperationAdd,
+    CommitOperationDelete,
+    EvalResult,
+    HfApi,
+    ModelCard,
+    ModelCardData,
+    snapshot_download,
+)
 
 from .files import replacing
 from .ticket import (
@@ -32,6 +40,7 @@ from .ticket import (
     INDEX_FILE,
     MASK_FILE,
     MODEL_FILE,
+    WEIGHT_FILES,
     Entry,
     Header,
     TicketError,
@@ -60,10 +69,10 @@ TOKENIZER_FILES = (
     "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json merges.txt "
     "tokenizer.model chat_template.jinja"
 ).split()
-# All that is pushed, and all that is fetched; anything else in a folder is somebody's own.
+# All that is pushed and fetched; anything else in a folder is somebody's own.
 TICKET_FILES = [MASK_FILE, INDEX_FILE, CONFIG_FILE, "generation_config.json", CARD_FILE]
-TICKET_FILES += [*FIGURES, *TOKENIZER_FILES, "*.py"]
-_STALE = [MODEL_FILE, "model-*.safetensors"]  # of an earlier push: would be loaded in place of the masks
+TICKET_FILES += [*FIGURES, *TOKENIZER_FILES]  # and the code that config.json names
+_WEIGHTS = re.compile(WEIGHT_FILES)
 _AUTO_CLASSES = {  # architecture -> class to load it with, task on the Hub
     "SupermaskGPT2LMHeadModel": ("AutoModelForCausalLM", "text-generation"),
     "SupermaskGPT2ForSequenceClassification": ("AutoModelForSequenceClassification", "text-classification"),
@@ -99,8 +108,11 @@ def fetch_ticket(
         return path
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(source)):
         raise TicketError(f"{source}: no such folder, and no name on the Hub (such as me/ticket)")
-    patterns = [*TICKET_FILES, MODEL_FILE]
-    return Path(snapshot_download(str(source), revision=revision, token=token, allow_patterns=patterns))
+    patterns = [*TICKET_FILES, MODEL_FILE, "*.py"]
+    folder = Path(snapshot_download(str(source), revision=revision, token=token, allow_patterns=patterns))
+    if not mask_path(folder).is_file():
+        raise TicketError(f"{source}: no ticket there: the Hub has neither {MASK_FILE} nor {MODEL_FILE}")
+    return folder
 
 
 def push_ticket(
@@ -116,7 +128,7 @@ def push_ticket(
     token: str | bool | None = None,
     **unused,
 ) -> str:
-    """Upload a ticket's folder, after checking it; returns the address of the commit.
+    """Upload a ticket's folder, after checking it; returns the address of the commit, or of the request.
 
     encoding: how the uploaded file stores its masks; by default as the folder's.
     private: of a new repository; None takes the owner's default.
@@ -136,17 +148,33 @@ def push_ticket(
             card.write_text(re.sub(r'from_pretrained\("[^"]*"', call, card.read_text("utf-8")), "utf-8")
         else:
             write_card(stage, name=repo_id)
-        commit = api.upload_folder(
-            repo_id=repo_id,
-            folder_path=stage,
+        names = {*TICKET_FILES, *_code_files(Path(stage))}
+        files = [path for path in sorted(Path(stage).iterdir()) if path.name in names]
+        # of an earlier push: would be loaded in place of the masks
+        stale = {name for name in api.list_repo_files(repo_id, revision=revision) if _WEIGHTS.fullmatch(name)}
+        # One commit, so that nobody ever sees half a ticket; upload_folder may make several.
+        commit = api.create_commit(
+            repo_id,
+            [CommitOperationAdd(path.name, path) for path in files]
+            + [CommitOperationDelete(name) for name in sorted(stale - names)],
             revision=revision,
             create_pr=create_pr,
             commit_message=commit_message or f"Ticket {header.mask_digest[:8]}",
             commit_description=commit_description,
-            allow_patterns=TICKET_FILES,
-            delete_patterns=_STALE,
         )
-    return str(commit.commit_url)
+    return str(commit.pr_url or commit.commit_url)
+
+
+def _code_files(folder: Path) -> set[str]:
+    """The modules that config.json names for trust_remote_code, and those that they import."""
+    named = json.loads((folder / CONFIG_FILE).read_text()).get("auto_map", {}).values()
+    found, wanted = set(), {str(name).rpartition("--")[2].split(".")[0] for name in named}
+    while wanted:
+        path = folder / f"{wanted.pop()}.py"
+        if path.name not in found and path.is_file():
+            found.add(path.name)
+            wanted |= set(re.findall(r"^\s*from \.(\w+) import", path.read_text("utf-8"), re.MULTILINE))
+    return found
 
 
 def copy_companions(source: str | os.PathLike | None, folder: str | os.PathLike, header: Header) -> None:

@@ -438,7 +438,9 @@ class SupermaskGPT2PreTrainedModel(NamedMasks, PreTrainedModel):
                 config, kwargs = cls.config_class.from_pretrained(
                     config or source, return_unused_kwargs=True, **kwargs
                 )
-            return cls._from_arrays(source, path, header, *args, **{**kwargs, "config": config})
+            kwargs |= {**where, "config": config}  # the configuration's loader has used them up
+            if mask is not None or config.state == "ticket":  # else scores, beside a ticket pushed before
+                return cls._from_arrays(source, path, header, *args, **kwargs)
         try:
             loaded = super().from_pretrained(source, *args, **kwargs)
         except (OSError, RuntimeError, ValueError, KeyError, SafetensorError):
