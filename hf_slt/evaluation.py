@@ -257,7 +257,7 @@ def main(arguments: list[str] | None = None, program: str = "python -m hf_slt.ev
                 f"loss is {measures['loss']}: the weights are damaged or overflow {args.dtype}"
             )
     except (ValueError, OSError, RuntimeError) as error:
-        print(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}", file=sys.stderr)
+        print(f"{program}: {(str(error).splitlines() or [type(error).__name__])[0]}", file=sys.stderr)
         return 1
     if args.json:
         print(json.dumps(measures))

@@ -144,8 +144,10 @@ def push_ticket(
         rewrite_ticket(folder, stage, encoding=encoding or header.encoding)
         card = Path(stage) / CARD_FILE
         if card.is_file():  # it may name the folder it was trained in
-            call = f'from_pretrained("{repo_id}"'
-            card.write_text(re.sub(r'from_pretrained\("[^"]*"', call, card.read_text("utf-8")), "utf-8")
+            named = re.sub(
+                r'(from_pretrained\("|`slt verify )[^"`]*', rf"\g<1>{repo_id}", card.read_text("utf-8")
+            )
+            card.write_text(named, "utf-8")
         else:
             write_card(stage, name=repo_id)
         names = {*TICKET_FILES, *_code_files(Path(stage))}

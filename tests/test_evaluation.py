@@ -302,16 +302,16 @@ def test_command_line_errors_are_one_line(saved, tmp_path, capsys):
     file = tmp_path / "text.txt"
     file.write_text("some text")
     for arguments, message in [
-        ([str(tmp_path), "--file", str(file)], "EvaluationError: cannot load"),
-        ([str(saved), "--file", str(tmp_path / "nope.txt")], "DataError: there is no file"),
-        ([str(saved), "--file", str(file), "--block-size", "99"], "EvaluationError: block_size 99"),
-        ([str(saved), "--file", str(file), "--device", "abacus"], "RuntimeError: "),
-        ([str(saved), "--file", str(file), "--tokenizer", str(tmp_path)], "EvaluationError: cannot load"),
+        ([str(tmp_path), "--file", str(file)], "cannot load"),
+        ([str(saved), "--file", str(tmp_path / "nope.txt")], "there is no file"),
+        ([str(saved), "--file", str(file), "--block-size", "99"], "block_size 99"),
+        ([str(saved), "--file", str(file), "--device", "abacus"], ""),
+        ([str(saved), "--file", str(file), "--tokenizer", str(tmp_path)], "cannot load"),
     ]:
         assert main(arguments) == 1
         printed = capsys.readouterr()
         assert printed.out == ""
-        assert printed.err.strip().splitlines()[-1].startswith(message)
+        assert printed.err.strip().splitlines()[-1].startswith(f"python -m hf_slt.evaluation: {message}")
 
 
 def test_python_minus_m(saved, tmp_path):

@@ -28,7 +28,7 @@ SLT = Path(sys.executable).with_name("slt")
 IDS = torch.arange(12).view(1, 12)
 CODE = set(
     "configuration_supermask_gpt2.py entropy.py files.py layers.py masking.py modeling_supermask_gpt2.py "
-    "named_masks.py random_weights.py ticket.py".split()
+    "named_masks.py quantisation.py random_weights.py ticket.py".split()
 )
 TICKET = {
     "mask.safetensors",
@@ -39,16 +39,11 @@ TICKET = {
 }
 TICKET |= CODE | {"tokenizer.json", "tokenizer_config.json", "masks.png"}
 
-# The README's own words.
-SHARING = """
-from hf_slt import SupermaskGPT2LMHeadModel
-
-model = SupermaskGPT2LMHeadModel.from_pretrained("runs/ticket")
-model.push_to_hub("me/ticket")                        # or: slt push runs/ticket me/ticket
-model = SupermaskGPT2LMHeadModel.from_pretrained("me/ticket")
-model.load_mask("poems", "me/poems")                  # another mask on the same random weights
-model.set_mask("poems")
-"""
+README = (Path(__file__).parent.parent / "README.md").read_text()
+# The README's own words, after its own first ones; only the folder is another.
+(SHARING,) = (block for block in re.findall(r"```python\n(.*?)```", README, re.S) if "push_to_hub" in block)
+IMPORTS = "from hf_slt import SupermaskGPT2LMHeadModel\nfrom transformers import AutoModelForCausalLM\n"
+SHARING = IMPORTS + SHARING.replace("runs/demo/ticket", "runs/ticket")
 
 
 @dataclass
