@@ -77,7 +77,10 @@ def attention_moments(model: PreTrainedModel, batch: Batch, *, relative: bool = 
     training = model.training
     model.eval()
     try:
-        base(**inputs, use_cache=False)
+        # The whole model, because sharded weights are gathered from there; not its compiled form, which
+        # would pass the hooks by.
+        with torch.compiler.set_stance("force_eager"):
+            model(**inputs, use_cache=False)
     finally:
         model.train(training)
         for hook in hooks:

@@ -2,7 +2,7 @@
 
     python recipes/figures_hessian.py --preset quick            # a few minutes on two cores
     python recipes/figures_hessian.py --preset full             # three seeds, more scales and head widths
-    python recipes/figures_hessian.py --only advice             # 24 short trainings, about an hour
+    python recipes/figures_hessian.py --preset full --only advice   # 12 short trainings, 45 core-minutes
 
 hessian_growth.png     one attention layer in closed form: Frobenius norm of each block against the scale
                        of the input, softmax and linear, without and with LayerNorm; slopes by window
@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from pydoc_data import topics
 
@@ -37,7 +38,10 @@ from hf_slt.arguments import Arguments, parse_arguments
 from hf_slt.attention_hessian import attention_hessian
 from hf_slt.curvature import block_curvature
 from hf_slt.curvature_advice import advise, attention_moments
-from hf_slt.training import Run, build_model, load_blocks
+from hf_slt.data import load_blocks
+from hf_slt.files import replacing
+from hf_slt.monitoring import read_log
+from hf_slt.training import build_model, train
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -70,6 +74,7 @@ class Preset:
     laws: tuple[str, ...]
     widths: tuple[int, ...]  # of a query or key, beside 64
     steps: int  # of a training
+    variants: tuple[str, ...]  # of the advice, see ADVICE
 
 
 PRESETS = {
@@ -81,6 +86,7 @@ PRESETS = {
         laws=("normal",),
         widths=(16, 256),
         steps=100,
+        variants=("plain", "both"),
     ),
     "full": Preset(
         seeds=3,
@@ -90,6 +96,7 @@ PRESETS = {
         laws=("normal", "signed_constant"),
         widths=(16, 32, 128, 256),
         steps=300,
+        variants=("plain", "both"),
     ),
 }
 
@@ -438,36 +445,39 @@ def draw_scores(records: list[dict], even: list[dict], path: Path) -> None:
 
 
 def advice_point(layer_norm: bool, variant: str, seed: int, steps: int) -> dict:
-    """Validation loss of the nano preset after `steps`, with the part of the advice that `variant` names."""
+    """Validation loss of the nano preset after `steps`, with the part of the advice that `variant` names.
+
+    The training is that of `train_gpt2_slt.py`, and it gets the advice as a person would give it: as options.
+    """
     with tempfile.TemporaryDirectory() as folder:
-
-        def arguments(taken: dict[str, float]) -> Arguments:
-            options = {
-                "config": HERE / "nano.yaml",
-                "output_dir": folder,
-                "layer_norm": layer_norm,
-                "seed": seed,
-                "steps": steps,
-                "evaluate_every": 0,
-                "save_every": 0,
-                **taken,
-            }
-            return parse_arguments(
-                [word for name, value in options.items() for word in (f"--{name}", str(value))]
-            )
-
-        plain, taken = arguments({}), {}
-        if ADVICE[variant]:
-            corpus = load_blocks(plain.data)
-            ids = torch.as_tensor(np.asarray(corpus.train[np.arange(2)]["input_ids"]), dtype=torch.long)
-            advice = advise(build_model(plain, corpus), ids, seed=seed).arguments()
-            taken = {name: round(v, 4) for name, v in advice.items() if name.endswith(ADVICE[variant])}
-        run = Run(arguments(taken))
-        finished = run.loop()
-        run.accelerator.end_training()
-        if not finished or run.best is None:
+        own = {"layer_norm": layer_norm, "seed": seed, "steps": steps, "output_dir": folder}
+        often = {"evaluate_every": 100, "save_every": 0}
+        taken = {
+            name: round(value, 4)
+            for name, value in (advice_for(layer_norm, seed).items() if ADVICE[variant] else ())
+            if name.endswith(ADVICE[variant])
+        }
+        report = train(nano_arguments(**own, **often, **taken))
+        if report is None:
             raise SystemExit("interrupted; the same command goes on after the last finished training")
-        return {"loss": run.best[1], "taken": taken}
+        evaluations = [r for r in read_log(Path(folder) / "log.jsonl") if r["kind"] == "evaluation"]
+        curve = [[r["step"], round(r["loss"], 4)] for r in evaluations]
+        return {"loss": report["loss"], "curve": curve, "taken": taken}
+
+
+@cache
+def advice_for(layer_norm: bool, seed: int) -> dict[str, float]:
+    """What `advise` says of the untrained nano model, from two blocks of its training text."""
+    arguments = nano_arguments(layer_norm=layer_norm, seed=seed)
+    corpus = load_blocks(arguments.data)
+    ids = torch.as_tensor(np.asarray(corpus.train[np.arange(2)]["input_ids"]), dtype=torch.long)
+    return advise(build_model(arguments, corpus), ids, seed=seed).arguments()
+
+
+def nano_arguments(**options) -> Arguments:
+    """The nano preset with these options, read as from a command line."""
+    options = {"config": HERE / "nano.yaml", **options}
+    return parse_arguments([word for name, value in options.items() for word in (f"--{name}", str(value))])
 
 
 def advice_gains(records: list[dict]) -> list[dict]:
@@ -531,9 +541,8 @@ class Points:
     def write(self, summary: dict) -> None:
         points = [{"of": json.loads(key), "is": value} for key, value in self.known.items()]
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.path.with_suffix(".part")
-        partial.write_text(json.dumps({**summary, "points": points}, indent=1) + "\n")
-        partial.replace(self.path)
+        with replacing(self.path) as temporary:
+            temporary.write_text(json.dumps({**summary, "points": points}, indent=1) + "\n")
 
 
 def run(name: str, called: str, out: Path, fresh: bool = False) -> None:
@@ -560,10 +569,9 @@ def run(name: str, called: str, out: Path, fresh: bool = False) -> None:
     elif name == "advice":
         jobs = [
             (advice_point, {"layer_norm": ln, "variant": variant, "seed": seed, "steps": preset.steps})
-            for variants in (("plain", "both"), ("scale", "rates"))
             for seed in seeds
             for ln in (True, False)
-            for variant in variants
+            for variant in preset.variants
         ]
     else:
         wide = [(law, ln, 64, True, 1.0) for law in preset.laws for ln in (True, False)]
