@@ -97,7 +97,7 @@ def block_curvature(
     `input_ids` and, as usual, `attention_mask` and `labels` (-100 is not counted). The loss is the mean
     cross-entropy over all predicted tokens, in eval mode.
 
-    Memory: a copy of the model, some nine times the block's weights for a product (some eighteen while
+    Memory: a copy of the model, about twelve times the block's weights for a product (twenty while
     Lanczos runs), and the activations of one batch; give small batches. The embedding is the largest block.
 
     Blocks: "q", "k", "v" (columns of the fused `c_attn`), "o" (attention output), "fc", "proj" (MLP),
