@@ -5,11 +5,14 @@ import importlib.util
 import itertools
 import json
 import math
+import weakref
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_slt import SupermaskGPT2Config, SupermaskGPT2LMHeadModel
@@ -554,6 +557,40 @@ def test_batches_are_one_mean_over_predicted_tokens():
     (labelled,) = block_curvature(model, {"input_ids": padded, "labels": labels}, **options)
     assert apart.norm == pytest.approx(together.norm, rel=1e-9)
     assert apart.norm == pytest.approx(labelled.norm, rel=1e-9)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the tensors that live, as they come and go, and the most there were."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes, self.now, self.most = {}, 0, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_flatten(result)[0]:
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self.sizes:
+                    self.sizes[storage._cdata] = storage.nbytes()
+                    self.now += storage.nbytes()
+                    weakref.finalize(storage, self.forget, storage._cdata)
+        self.most = max(self.most, self.now)
+        return result
+
+    def forget(self, key):
+        self.now -= self.sizes.pop(key)
+
+
+@pytest.mark.parametrize("space", ["weight", "score"])
+def test_memory_is_a_small_multiple_of_the_largest_block(space):
+    """A table that is nearly all of the model; without a bound on what is held, there were 75 tables."""
+    model = supermask(n_embd=32, vocab_size=30_000, n_layer=1)
+    model.transformer.wte.masked_weight()  # its own cache is the model's, not ours
+    table = 4 * model.config.vocab_size * 32
+    with LiveBytes() as live:
+        block_curvature(model, tokens(1, 4), ("embedding",), space, probes=8, eigenvalues=False)
+    assert 2 * table < live.most < 15 * table
 
 
 def test_curvature_errors_name_value_and_cure():
