@@ -734,3 +734,46 @@ def test_the_recipe_writes_records_and_a_figure_and_resumes(recipe, tmp_path, ca
     recipe.growth_point = None  # every point is known: nothing is measured again
     recipe.run("growth", "tiny", tmp_path)
     assert json.loads(written.read_text()) == record
+
+
+def test_advice_reaches_the_ordinary_training_as_options(recipe, monkeypatch):
+    said = {"qk_scale": 1.5, "query_rate": 2.0, "mlp_rate": 0.25}
+    monkeypatch.setattr(recipe, "advice_for", lambda layer_norm, seed: said)
+    seen = {}
+
+    def train(arguments):
+        seen[variant] = arguments.flat()
+        log = Path(arguments.run.output_dir) / "log.jsonl"
+        log.write_text('{"kind": "evaluation", "step": 7, "loss": 3.0}\n')
+        return {"loss": 3.0}
+
+    monkeypatch.setattr(recipe, "train", train)
+    for variant in recipe.ADVICE:
+        point = recipe.advice_point(layer_norm=False, variant=variant, seed=2, steps=7)
+        assert (point["loss"], point["curve"]) == (3.0, [[7, 3.0]])
+    changed = {
+        variant: {name: value for name, value in flat.items() if value != seen["plain"][name]}
+        for variant, flat in seen.items()
+    }
+    for one in changed.values():
+        one.pop("output_dir", None)
+    rates = {"query_rate": 2.0, "mlp_rate": 0.25}
+    assert changed == {
+        "plain": {},
+        "scale": {"qk_scale": "1.5"},
+        "rates": rates,
+        "both": {"qk_scale": "1.5", **rates},
+    }
+    assert (seen["plain"]["layer_norm"], seen["plain"]["seed"], seen["plain"]["steps"]) == (False, 2, 7)
+    assert seen["plain"]["law"] == "signed_constant"  # the preset's
+    gains = recipe.advice_gains(
+        [
+            {"layer_norm": True, "variant": variant, "seed": seed, "loss": loss}
+            for variant, losses in {"plain": (5.0, 6.0), "both": (5.5, 5.75)}.items()
+            for seed, loss in enumerate(losses)
+        ]
+    )
+    assert [(g["loss"], g["gain"], g["gain_range"]) for g in gains] == [
+        (5.5, 0, [0, 0]),
+        (5.625, -0.125, [-0.5, 0.25]),
+    ]
