@@ -108,6 +108,11 @@ class RunArguments:
     gradient_checkpointing: bool = _help("Compute activations twice to save memory.", False)
     compile: bool = _help("torch.compile the model.", False)
     evaluate_every: int = _help("Steps between evaluations and looks at the masks; 0: at the end.", 200)
+    moments: bool = _help(
+        "At each evaluation, log how spread the attention of every head is (tr M2 over 8 blocks): a head near"
+        " 0 attends to one position, and its query and key scores get no gradient.",
+        False,
+    )
     log_every: int = _help("Steps between lines of the log.", 10)
     save_every: int = _help("Steps between checkpoints; 0: only when interrupted.", 500)
     keep_checkpoints: int = _help("How many of the last checkpoints stay, beside the best.", 2)
@@ -132,7 +137,7 @@ class RunArguments:
 # How a run goes, not what it computes: these may differ when a run is resumed.
 FREE_TO_CHANGE = frozenset(
     "output_dir prompt resume overwrite log_with log_every save_every keep_checkpoints compare cache_dir "
-    "compile".split()
+    "compile moments".split()
 )
 
 

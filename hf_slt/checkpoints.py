@@ -52,13 +52,14 @@ class Snapshot:
     @classmethod
     def take(cls, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, **more: Any) -> "Snapshot":
         """Gather parameters and moments; every process must call it. Only the first holds the result."""
+        # Parameters first: that shards again what an evaluation left whole, which no optimizer state is for.
+        parameters: Any = get_model_state_dict(model, options=WHOLE)
         whole: Any = get_optimizer_state_dict(model, optimizer, options=WHOLE)
         moments = {
             f"{name}/{key}": torch.as_tensor(value)
             for name, values in whole.get("state", {}).items()
             for key, value in values.items()
         }
-        parameters: Any = get_model_state_dict(model, options=WHOLE)
         return cls(step, parameters, moments, whole.get("param_groups", []), **more)
 
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

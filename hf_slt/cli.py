@@ -147,6 +147,48 @@ def build_parser() -> argparse.ArgumentParser:
         "loss, perplexity and bits per byte on text; see `slt evaluate --help`",
     )
 
+    one = command("curvature", curvature, "how much the loss bends along each block of each layer's weights")
+    one.add_argument("model", metavar="MODEL", help="ticket, local folder or Hub name of a GPT-2")
+    one.add_argument(
+        "--space",
+        choices=["weight", "score"],
+        default="weight",
+        help="over weights, or over the scores that are trained (default: weight)",
+    )
+    one.add_argument(
+        "--layer-norm",
+        choices=["keep", "remove", "both"],
+        default="both",
+        help="with LayerNorm, without it, or side by side (default: both)",
+    )
+    one.add_argument("--probes", type=int, default=20, help="random vectors for a block (default: 20)")
+    one.add_argument("--seed", type=int, default=0, help="of the probes (default: 0)")
+    one.add_argument(
+        "--file",
+        nargs="+",
+        metavar="FILE",
+        help="text, JSON lines or Parquet (default: validation part of the embedded corpus)",
+    )
+    one.add_argument("--text-column", default="text", help="column of the text (default: text)")
+    one.add_argument("--tokenizer", help="tokenizer, if it does not lie beside the model")
+    one.add_argument("--sequences", type=int, default=4, help="blocks of text to take (default: 4)")
+    one.add_argument("--block-size", type=int, help="tokens in a block (default: up to 64)")
+    one.add_argument("--device", default="cpu", help="such as cpu or cuda (default: cpu)")
+    one.add_argument(
+        "--dtype", choices=["float32", "float64"], default="float32", help="to compute in (default: float32)"
+    )
+    one.add_argument(
+        "--json",
+        action="store_true",
+        help="print one JSON object, with both parts of each Hessian and their traces",
+    )
+    one.add_argument(
+        "--eigenvalues",
+        action="store_true",
+        help="with --json: extreme eigenvalues as well, in several times the time",
+    )
+    one.add_argument("--figure", metavar="PATH", help="draw the table to PATH")
+
     one = command("push", push, "upload a ticket to the Hub: masks, configuration, code, tokenizer and card")
     one.add_argument("ticket", metavar="DIR", help="folder of the ticket")
     one.add_argument(
@@ -388,6 +430,40 @@ def generate(args: argparse.Namespace) -> None:
         pad_token_id=tokenizer.eos_token_id,
         streamer=TextStreamer(tokenizer, skip_special_tokens=True),
         **drawing,
+    )
+
+
+def curvature(args: argparse.Namespace) -> None:
+    """Print Hessian norms, layers by blocks, and the ratio of value to query."""
+    import torch
+    from transformers.utils import logging
+
+    from .curvature_advice import format_report, measure_saved, plot_report, report_facts
+
+    logging.disable_progress_bar()  # of loading; ours tells how long it takes
+    report = measure_saved(
+        args.model,
+        args.file,
+        text_column=args.text_column,
+        tokenizer=args.tokenizer,
+        sequences=args.sequences,
+        block_size=args.block_size,
+        layer_norm=args.layer_norm,
+        device=args.device,
+        dtype=getattr(torch, args.dtype),
+        space=args.space,
+        probes=args.probes,
+        seed=args.seed,
+        parts=args.json,
+        eigenvalues=args.json and args.eigenvalues,
+        progress=not args.json,
+    )
+    if args.figure:
+        plot_report(report, args.figure, title=f"{args.model}: curvature by layer and block")
+    print(
+        json.dumps({"model": args.model, **report_facts(report)}, indent=1)
+        if args.json
+        else format_report(report)
     )
 
 

@@ -97,6 +97,9 @@ def block_curvature(
     `input_ids` and, as usual, `attention_mask` and `labels` (-100 is not counted). The loss is the mean
     cross-entropy over all predicted tokens, in eval mode.
 
+    Memory: a copy of the model, about twelve times the block's weights for a product (twenty while
+    Lanczos runs), and the activations of one batch; give small batches. The embedding is the largest block.
+
     Blocks: "q", "k", "v" (columns of the fused `c_attn`), "o" (attention output), "fc", "proj" (MLP),
     "embedding" (the token table, tied or not). `space="score"` measures diag(w) H diag(w), w the frozen
     weight before its mask; blocks that have no scores are left out. Edge-popup ranks |score|, and its
@@ -128,7 +131,7 @@ def block_curvature(
         size = hessian.shape[0]
         generator = torch.Generator().manual_seed(seed)
         estimate: dict[str, Any] = _estimate(
-            hessian, outer if parts else None, probes, generator, plain.sketch_width(size), plain.chunk
+            hessian, outer if parts else None, probes, generator, plain.sketch_width(size), plain.chunk(size)
         )
         if eigenvalues:
             estimate["smallest"], estimate["largest"] = _extreme_eigenvalues(
@@ -168,21 +171,21 @@ class _PlainModel:
                 "SupermaskGPT2LMHeadModel or a GPT2LMHeadModel"
             )
         self.config = model.config
-        self.model = copy.deepcopy(model).eval()
+        masked = {path: m for path, m in model.named_modules() if isinstance(m, SupermaskLayer)}
+        # Copied with plain layers in the places of masked ones: scores and caches are large, too.
+        self.model = copy.deepcopy(model, {id(layer): _PlainLayer(layer) for layer in masked.values()}).eval()
         # Forward-mode differentiation does not go through scaled_dot_product_attention.
         self.model.set_attn_implementation("eager")
-        self.frozen_layers: dict[str, Any] = {}  # of the model given, by path: they can draw their weights
+        # Of the model given: they can draw their weights.
+        self.frozen_layers: dict[str, Any] = {
+            path: layer for path, layer in masked.items() if layer.learns in ("scores", "ticket")
+        }
         self.qk_factor = qk_factor
         if layer_norm == "remove":
             for module in list(self.model.modules()):
                 for name, child in module.named_children():
                     if isinstance(child, nn.LayerNorm):
                         setattr(module, name, nn.Identity())
-        for path, layer in list(self.model.named_modules()):
-            if isinstance(layer, SupermaskLayer):
-                if layer.learns in ("scores", "ticket"):
-                    self.frozen_layers[path] = model.get_submodule(path)
-                self.model.set_submodule(path, _PlainLayer(layer))
         if dtype is not None:
             self.model.to(dtype)
         self.model.requires_grad_(False)
@@ -195,9 +198,6 @@ class _PlainModel:
         self.tokens = sum(len(labels) for _, labels in self.data)
         if not self.tokens:
             raise ValueError("the batches predict no token: give sequences of at least 2 tokens with labels")
-        # Probes that go through the model together: a tiny model is all overhead, a large one all memory.
-        largest = max(inputs["input_ids"].numel() for inputs, _ in self.data)
-        self.chunk = max(1, min(8, 2**22 // (largest * self.config.vocab_size)))
 
     def _widths(self) -> tuple[int, int]:
         """Columns of all queries (and of all keys), and of all values."""
@@ -240,38 +240,48 @@ class _PlainModel:
         factor = self.qk_factor if place.block in ("q", "k") else 1.0
         return factor * torch.from_numpy(weight).to(self.device, self.dtype)
 
-    def operators(self, place: _Place, space: str) -> tuple[Any, Any]:
-        """Linear operators of H and of H_o over one block, row-major, of the mean token loss."""
+    def operators(self, place: _Place, space: str) -> tuple[_MeanOperator, _MeanOperator]:
+        """H and H_o of the mean token loss over one block, row-major."""
         try:
             from curvlinops import GGNLinearOperator, HessianLinearOperator
         except ImportError as error:
             raise ImportError(
                 "block_curvature needs curvlinops 3.0.1: pip install 'hf_slt[curvature]'"
             ) from error
-        step = self.frozen(place) if space == "score" else None
-        view = _BlockView(self.model, place, step)
+        step = self.frozen(place).reshape(-1) if space == "score" else None
+        view = _BlockView(self.model, place)
         loss = nn.CrossEntropyLoss(reduction="sum")
-        operators = (
-            operator(
-                view,
-                loss,
-                [view.moved],
-                self.data,
-                check_deterministic=False,
-                num_data=self.tokens,
-                batch_size_fn=lambda inputs: len(inputs["input_ids"]),
+        hessian, outer = (
+            _MeanOperator(
+                operator(
+                    view,
+                    loss,
+                    [view.block],
+                    self.data,
+                    check_deterministic=False,
+                    num_data=self.tokens,
+                    batch_size_fn=lambda inputs: len(inputs["input_ids"]),
+                ),
+                self.tokens,
+                step,
             )
             for operator in (HessianLinearOperator, GGNLinearOperator)
         )
-        hessian, outer = (operator * (1.0 / self.tokens) for operator in operators)
         return hessian, outer
+
+    def chunk(self, size: int) -> int:
+        """Probes that go through the model together: a tiny model is all overhead, a large one all memory."""
+        tokens = max(inputs["input_ids"].numel() for inputs, _ in self.data)
+        of_logits = 2**22 // (tokens * self.config.vocab_size)
+        of_block = max(2**19, self.model.num_parameters() // 8) // size
+        return max(1, min(8, of_logits, of_block))
 
     def sketch_width(self, size: int) -> int:
         """How many vectors of a block may be held at once: about a model's worth."""
         return max(1, self.model.num_parameters() // size)
 
     def lanczos_width(self, size: int) -> int:
-        # SciPy's basis is in float64, so count it double; below 4 vectors restarts stop converging.
+        # Below 4 vectors restarts stop converging.
         return max(4, min(20, 2 * self.model.num_parameters() // size))
 
 
@@ -290,29 +300,44 @@ class _PlainLayer(nn.Module):
 
 
 class _BlockView(nn.Module):
-    """The model as a function of one block's displacement: weight + step * moved, at moved = 0.
+    """The model as a function of one block of its weights."""
 
-    With step = 1 the Hessian over `moved` is that over the weight; with step = w, the frozen weight, it
-    is diag(w) H diag(w), the Hessian over straight-through scores.
-    """
-
-    def __init__(self, model: nn.Module, place: _Place, step: Tensor | None) -> None:
+    def __init__(self, model: nn.Module, place: _Place) -> None:
         super().__init__()
-        # In a tuple: only `moved` shall be this module's parameter.
-        self.held = (model, model.get_parameter(f"{place.path}.weight"), step)
+        weight = model.get_parameter(f"{place.path}.weight")
+        self.held = (model, weight)  # in a tuple: only `block` shall be this module's parameter
         self.name, self.columns = f"{place.path}.weight", place.columns
-        self.moved = nn.Parameter(torch.zeros_like(self.held[1][:, place.columns]))
+        self.block = nn.Parameter(weight[:, place.columns])  # no copy of it
 
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        model, weight, step = self.held
-        moved = self.moved if step is None else step * self.moved
+        model, weight = self.held
         start, stop, _ = self.columns.indices(weight.shape[1])
-        parts = [weight[:, :start], weight[:, start:stop] + moved, weight[:, stop:]]
+        around = [weight[:, :start], self.block, weight[:, stop:]]
+        whole = torch.cat(around, 1) if stop - start < weight.shape[1] else self.block
         arguments = {"input_ids": inputs["input_ids"], "use_cache": False}
         if "attention_mask" in inputs:
             arguments["attention_mask"] = inputs["attention_mask"]
-        logits = functional_call(model, {self.name: torch.cat(parts, 1)}, (), arguments).logits
+        logits = functional_call(model, {self.name: whole}, (), arguments).logits
         return logits.flatten(0, 1)[inputs["rows"]]
+
+
+class _MeanOperator:
+    """An operator of summed losses as one of their mean, over weights or, given w, over scores.
+
+    diag(w) H diag(w), w the frozen weight, is the Hessian over straight-through scores. Both factors are
+    applied here, outside of differentiation, which would keep more copies of the block.
+    """
+
+    def __init__(self, operator: Any, count: int, step: Tensor | None) -> None:
+        self.operator, self.count, self.step = operator, count, step
+        self.shape, self.device, self.dtype = operator.shape, operator.device, operator.dtype
+
+    def __matmul__(self, vectors: Tensor) -> Tensor:
+        """Of one vector, or of the columns of a matrix."""
+        if self.step is None:
+            return (self.operator @ vectors).div_(self.count)
+        step = self.step if vectors.dim() == 1 else self.step[:, None]
+        return (self.operator @ (step * vectors)).mul_(step).div_(self.count)
 
 
 def _as_list(batches: Batch | Iterable[Batch]) -> list[Batch]:
@@ -365,9 +390,14 @@ def _estimate(
     def sums(vectors: Tensor) -> np.ndarray:
         """Of |Hv|^2, |H_o v|^2, |H_f v|^2, v.Hv, v.H_o v over the columns v, in double."""
         h = hessian @ vectors
-        o = torch.full_like(h[:1], math.nan) if outer is None else outer @ vectors
-        values = (h.square(), o.square(), (h - o).square(), vectors * h, vectors * o)
-        return np.array([value.sum(dtype=torch.float64).item() for value in values])
+        o = torch.full_like(h[:1], math.nan).expand_as(h) if outer is None else outer @ vectors
+        found = np.zeros(5)
+        for some in zip(vectors.split(2**16), h.split(2**16), o.split(2**16), strict=True):
+            v, hv, ov = (part.double() for part in some)  # in slices, else this takes more than H itself
+            found += [
+                (a * b).sum().item() for a, b in ((hv, hv), (ov, ov), (hv - ov, hv - ov), (v, hv), (v, ov))
+            ]
+        return found
 
     total = np.zeros(5)
     if size <= probes:
@@ -384,7 +414,9 @@ def _estimate(
                 total += sums(some)
         rest = probes - sketched - basis.shape[1]
         for some in random_signs(rest):
-            total += sums(some - basis @ (basis.T @ some)) / rest
+            if sketched:
+                some -= basis @ (basis.T @ some)
+            total += sums(some) / rest
     norm, norm_outer, norm_functional = np.sqrt(total[:3]).tolist()
     return {
         "norm": norm,
@@ -409,7 +441,7 @@ def _extreme_eigenvalues(
         values = torch.linalg.eigvalsh(torch.stack(columns, dim=1).double())
         return values[0].item(), values[-1].item()
 
-    start = torch.randn(size, generator=generator, dtype=torch.float64).numpy()
+    start = torch.randn(size, generator=generator, dtype=dtype).numpy()
     # Single precision cannot resolve more than its own rounding.
     tol = max(tol, 0.0 if dtype == torch.float64 else 1e-4)
 
@@ -417,10 +449,13 @@ def _extreme_eigenvalues(
         """The eigenvalue of H / norm that is farthest from `shift`."""
 
         def apply(vector: np.ndarray) -> np.ndarray:
-            v = torch.from_numpy(np.ascontiguousarray(vector).reshape(-1)).to(device, dtype)
-            return (hessian @ v).double().cpu().numpy() / norm - shift * vector.reshape(-1)
+            v = torch.from_numpy(np.ascontiguousarray(vector).reshape(-1)).to(device)
+            product = (hessian @ v).div_(norm)
+            return product.sub_(v, alpha=shift).cpu().numpy()
 
-        shifted = LinearOperator((size, size), matvec=apply, dtype=np.float64)
+        shifted = LinearOperator(
+            (size, size), matvec=apply, dtype=start.dtype
+        )  # ARPACK's memory goes with it
         try:
             found = eigsh(shifted, k=1, v0=start, ncv=width, tol=tol, return_eigenvectors=False)
         except ArpackNoConvergence as stopped:

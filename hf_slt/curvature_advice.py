@@ -1,21 +1,28 @@
 """What a person training a supermask asks of its curvature: how uneven are the blocks, and what to do.
 
 value-to-query ratio -> the query/key scale where it is one, and a learning rate for each group of scores.
+`measure_saved` does the whole of `slt curvature`, from a folder and text to rows; reports show them.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from .corpus import CorpusArguments, load_documents, read_files
 from .curvature import BLOCKS, Batch, BlockCurvature, block_curvature, progress_bar
+from .data import BlockPacker, pack
+from .evaluation import load_model
+from .files import replacing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -77,7 +84,10 @@ def attention_moments(model: PreTrainedModel, batch: Batch, *, relative: bool = 
     training = model.training
     model.eval()
     try:
-        base(**inputs, use_cache=False)
+        # The whole model, because sharded weights are gathered from there; not its compiled form, which
+        # would pass the hooks by.
+        with torch.compiler.set_stance("force_eager"):
+            model(**inputs, use_cache=False)
     finally:
         model.train(training)
         for hook in hooks:
@@ -194,7 +204,48 @@ def _where_even(curve: Sequence[tuple[float, float]]) -> float:
 
 
 # ---------------------------------------------------------------------------------------------------
-# Rows -> text and figure
+# A saved model -> rows -> text and figure
+
+
+def measure_saved(
+    name: str,
+    files: Sequence[str] | None = None,
+    *,
+    text_column: str = "text",
+    tokenizer: str | None = None,
+    sequences: int = 4,
+    block_size: int | None = None,
+    layer_norm: str = "both",
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> dict[str, list[BlockCurvature]]:
+    """The report of a saved GPT-2 on text: a ticket, a checkpoint with scores, or stock GPT-2.
+
+    The text is that of `files`, else the validation part of the embedded corpus: its first `sequences`
+    blocks of `block_size` tokens (64, or fewer where the model has fewer positions). `layer_norm` is
+    "keep", "remove" or "both"; `options` are those of `block_curvature`.
+    """
+    if layer_norm not in ("keep", "remove", "both"):
+        raise ValueError(f'layer_norm={layer_norm!r}: give "keep", "remove" or "both"')
+    if sequences < 1:
+        raise ValueError(f"sequences={sequences}: give at least 1")
+    documents = read_files(files, text_column) if files else load_documents(CorpusArguments())[1]
+    loaded: Any = load_model(name, tokenizer, dtype=dtype)
+    model, words = loaded
+    positions = getattr(model.config, "max_position_embeddings", 64)
+    length = min(64, positions) if block_size is None else block_size
+    if not 2 <= length <= positions:
+        raise ValueError(f"block_size {length} is not in 2..{positions}, the positions of the model")
+    blocks = pack(BlockPacker(documents, words, length), "given", sequences).array
+    if blocks.max() >= model.config.vocab_size:
+        raise ValueError(
+            f"token id {blocks.max()} is outside the model's vocabulary of {model.config.vocab_size}; "
+            "use the model's tokenizer"
+        )
+    ways = ("keep", "remove") if layer_norm == "both" else (layer_norm,)
+    batch = torch.from_numpy(blocks.astype(np.int64))
+    return curvature_report(model.to(device), batch, layer_norm=ways, **options)
 
 
 def curvature_report(
@@ -209,6 +260,17 @@ def curvature_report(
     if not getattr(model.config, "layer_norm", True):
         layer_norm = ["remove"]
     return {names[how]: block_curvature(model, batches, layer_norm=how, **options) for how in layer_norm}
+
+
+def report_facts(report: Mapping[str, Sequence[BlockCurvature]]) -> dict[str, Any]:
+    """A report for JSON: a record per setting, layer and block, and value to query per setting and layer."""
+    ratios = {
+        label: {
+            layer: ratio if math.isfinite(ratio) else None for layer, ratio in value_to_query(rows).items()
+        }
+        for label, rows in report.items()
+    }
+    return {"blocks": report_records(report), "value_to_query": ratios}
 
 
 def report_records(report: Mapping[str, Sequence[BlockCurvature]]) -> list[dict[str, Any]]:
@@ -243,7 +305,7 @@ def format_report(report: Mapping[str, Sequence[BlockCurvature]]) -> str:
 
 
 def plot_report(
-    report: Mapping[str, Sequence[BlockCurvature]], path: str, *, title: str | None = None
+    report: Mapping[str, Sequence[BlockCurvature]], path: str | os.PathLike, *, title: str | None = None
 ) -> None:
     """Draw a report: layers by blocks, norms on one log colour scale, value to query at the side."""
     from matplotlib.colors import LogNorm
@@ -271,7 +333,7 @@ def plot_report(
                     j, i, f"{value:.0e}", ha="center", va="center", fontsize=7, color="w" if dark else "k"
                 )
         ratios = value_to_query(rows)
-        axis.set_xticks(range(len(blocks)), blocks)
+        axis.set_xticks(range(len(blocks)), blocks, fontsize=8)
         axis.set_yticks(
             range(len(layers)),
             [
@@ -288,4 +350,5 @@ def plot_report(
     space = next(iter(report.values()))[0].space
     figure.colorbar(image, ax=list(axes), label=f"Frobenius norm of H over {space}s")
     figure.suptitle(title or "Curvature by layer and block")
-    figure.savefig(path, dpi=150)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=150, format=Path(path).suffix.lstrip(".") or "png")

@@ -16,6 +16,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
@@ -28,6 +29,7 @@ from .arguments import FREE_TO_CHANGE, Arguments, ModelArguments, RunArguments
 from .batches import Batches, validation_batches
 from .checkpoints import WHOLE, Checkpoints, Snapshot
 from .configuration_supermask_gpt2 import SupermaskGPT2Config
+from .curvature_advice import attention_moments
 from .data import Corpus, StreamedBlocks, load_blocks
 from .evaluation import evaluate_blocks
 from .files import replacing
@@ -295,10 +297,21 @@ class Run:
             if self.accelerator.is_main_process:
                 self.log.write("masks", self.done, **look_at(masks, self.masks))
             self.masks = masks
+        if self.run.moments:
+            self._log_moments()
         improved = measures["loss"] < (math.inf if self.best is None else self.best[1])
         if improved:
             self.best = (self.done, measures["loss"])
         return improved
+
+    def _log_moments(self) -> None:
+        # The same blocks in every process: sharded weights are gathered by all or by none.
+        blocks = self.corpus.validation
+        ids = torch.as_tensor(blocks[np.arange(min(8, len(blocks)))]["input_ids"]).long()
+        model = self.accelerator.unwrap_model(self.model)
+        trace, relative = (attention_moments(model, ids, relative=share) for share in (False, True))
+        lists = {"trace": trace.tolist(), "relative": relative.tolist()}
+        self.log.write("moments", self.done, lowest=relative.min().item(), **lists)
 
     def save(self) -> None:
         """Write a checkpoint."""

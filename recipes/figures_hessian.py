@@ -1,8 +1,8 @@
 """The Hessian of attention, measured: growth, the authors' own setting, scores (arXiv 2410.10986).
 
-    python recipes/figures_hessian.py --preset quick            # a few minutes on two cores
-    python recipes/figures_hessian.py --preset full             # three seeds, more scales and head widths
-    python recipes/figures_hessian.py --only advice             # 24 short trainings, about an hour
+    python recipes/figures_hessian.py --preset quick                # one seed, a few core-minutes
+    python recipes/figures_hessian.py --preset full                 # three seeds, two laws, ten core-minutes
+    python recipes/figures_hessian.py --preset full --only advice   # 12 short trainings, 40 core-minutes
 
 hessian_growth.png     one attention layer in closed form: Frobenius norm of each block against the scale
                        of the input, softmax and linear, without and with LayerNorm; slopes by window
@@ -19,8 +19,9 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from pydoc_data import topics
 
@@ -37,7 +38,10 @@ from hf_slt.arguments import Arguments, parse_arguments
 from hf_slt.attention_hessian import attention_hessian
 from hf_slt.curvature import block_curvature
 from hf_slt.curvature_advice import advise, attention_moments
-from hf_slt.training import Run, build_model, load_blocks
+from hf_slt.data import load_blocks
+from hf_slt.files import replacing
+from hf_slt.monitoring import read_log
+from hf_slt.training import build_model, train
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -85,10 +89,10 @@ PRESETS = {
     "full": Preset(
         seeds=3,
         sigmas=tuple(np.geomspace(0.01, 10, 25).tolist()),
-        probes=20,
-        scales=(1.0, 1.5, 2.0, 2.83, 3.5, 4.0, 5.0, 6.0),
+        probes=10,
+        scales=(1.0, 2.0, 2.83, 4.0, 6.0),
         laws=("normal", "signed_constant"),
-        widths=(16, 32, 128, 256),
+        widths=(16, 256),
         steps=300,
     ),
 }
@@ -438,36 +442,39 @@ def draw_scores(records: list[dict], even: list[dict], path: Path) -> None:
 
 
 def advice_point(layer_norm: bool, variant: str, seed: int, steps: int) -> dict:
-    """Validation loss of the nano preset after `steps`, with the part of the advice that `variant` names."""
+    """Validation loss of the nano preset after `steps`, with the part of the advice that `variant` names.
+
+    The training is that of `train_gpt2_slt.py`, and it gets the advice as a person would give it: as options.
+    """
     with tempfile.TemporaryDirectory() as folder:
-
-        def arguments(taken: dict[str, float]) -> Arguments:
-            options = {
-                "config": HERE / "nano.yaml",
-                "output_dir": folder,
-                "layer_norm": layer_norm,
-                "seed": seed,
-                "steps": steps,
-                "evaluate_every": 0,
-                "save_every": 0,
-                **taken,
-            }
-            return parse_arguments(
-                [word for name, value in options.items() for word in (f"--{name}", str(value))]
-            )
-
-        plain, taken = arguments({}), {}
-        if ADVICE[variant]:
-            corpus = load_blocks(plain.data)
-            ids = torch.as_tensor(np.asarray(corpus.train[np.arange(2)]["input_ids"]), dtype=torch.long)
-            advice = advise(build_model(plain, corpus), ids, seed=seed).arguments()
-            taken = {name: round(v, 4) for name, v in advice.items() if name.endswith(ADVICE[variant])}
-        run = Run(arguments(taken))
-        finished = run.loop()
-        run.accelerator.end_training()
-        if not finished or run.best is None:
+        own = {"layer_norm": layer_norm, "seed": seed, "steps": steps, "output_dir": folder}
+        often = {"evaluate_every": 100, "save_every": 0}
+        taken = {
+            name: round(value, 4)
+            for name, value in (advice_for(layer_norm, seed).items() if ADVICE[variant] else ())
+            if name.endswith(ADVICE[variant])
+        }
+        report = train(nano_arguments(**own, **often, **taken))
+        if report is None:
             raise SystemExit("interrupted; the same command goes on after the last finished training")
-        return {"loss": run.best[1], "taken": taken}
+        evaluations = [r for r in read_log(Path(folder) / "log.jsonl") if r["kind"] == "evaluation"]
+        curve = [[r["step"], round(r["loss"], 4)] for r in evaluations]
+        return {"loss": report["loss"], "curve": curve, "taken": taken}
+
+
+@cache
+def advice_for(layer_norm: bool, seed: int) -> dict[str, float]:
+    """What `advise` says of the untrained nano model, from two blocks of its training text."""
+    arguments = nano_arguments(layer_norm=layer_norm, seed=seed)
+    corpus = load_blocks(arguments.data)
+    ids = torch.as_tensor(np.asarray(corpus.train[np.arange(2)]["input_ids"]), dtype=torch.long)
+    return advise(build_model(arguments, corpus), ids, seed=seed).arguments()
+
+
+def nano_arguments(**options) -> Arguments:
+    """The nano preset with these options, read as from a command line."""
+    options = {"config": HERE / "nano.yaml", **options}
+    return parse_arguments([word for name, value in options.items() for word in (f"--{name}", str(value))])
 
 
 def advice_gains(records: list[dict]) -> list[dict]:
@@ -492,18 +499,26 @@ def advice_gains(records: list[dict]) -> list[dict]:
 
 
 def draw_advice(records: list[dict], gains: list[dict], path: Path) -> None:
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.8), layout="constrained")
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    names = {
+        "plain": "as the preset is",
+        "scale": "advised scale",
+        "rates": "advised rates",
+        "both": "advised",
+    }
     for axis, layer_norm in zip(axes, (True, False), strict=True):
-        for place, variant in enumerate(ADVICE):
+        for colour, variant in enumerate(ADVICE):
             chosen = [r for r in records if (r["layer_norm"], r["variant"]) == (layer_norm, variant)]
-            losses = [r["loss"] for r in chosen]
-            if losses:
-                axis.plot([place] * len(losses), losses, "o", color=f"C{place}", alpha=0.6)
-                axis.plot([place - 0.2, place + 0.2], [np.mean(losses)] * 2, color=f"C{place}")
-        axis.set_xticks(range(len(ADVICE)), ADVICE)
-        axis.set(title="LayerNorm" if layer_norm else "no LayerNorm", ylabel="validation loss, nats")
-        axis.grid(alpha=0.3, axis="y")
-    figure.suptitle("nano preset: plain, and with advised qk_scale, score rates, or both (one dot per seed)")
+            for place, r in enumerate(chosen):
+                mean = np.mean([one["loss"] for one in chosen])
+                label = f"{names[variant]}: {mean:.3f}" if place == 0 else None
+                axis.plot(*zip(*r["curve"], strict=True), "o-", ms=4, lw=1, color=f"C{colour}", label=label)
+        axis.set(title="LayerNorm" if layer_norm else "no LayerNorm", xlabel="step")
+        axis.set_ylabel("validation loss, nats a token")
+        axis.legend(title="mean at the end", fontsize=8, title_fontsize=8)
+        axis.grid(alpha=0.3)
+    steps = records[0]["steps"]
+    figure.suptitle(f"Does it help to take the advice? nano preset, {steps} steps, a line per seed")
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
@@ -531,12 +546,13 @@ class Points:
     def write(self, summary: dict) -> None:
         points = [{"of": json.loads(key), "is": value} for key, value in self.known.items()]
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.path.with_suffix(".part")
-        partial.write_text(json.dumps({**summary, "points": points}, indent=1) + "\n")
-        partial.replace(self.path)
+        with replacing(self.path) as temporary:
+            temporary.write_text(json.dumps({**summary, "points": points}, indent=1) + "\n")
 
 
-def run(name: str, called: str, out: Path, fresh: bool = False) -> None:
+def run(
+    name: str, called: str, out: Path, fresh: bool = False, variants: Sequence[str] = ("plain", "both")
+) -> None:
     """Measure, write and draw one figure of the preset that is called so."""
     preset = PRESETS[called]
     path = out / "results" / f"hessian_{called}_{name}.json"
@@ -560,7 +576,6 @@ def run(name: str, called: str, out: Path, fresh: bool = False) -> None:
     elif name == "advice":
         jobs = [
             (advice_point, {"layer_norm": ln, "variant": variant, "seed": seed, "steps": preset.steps})
-            for variants in (("plain", "both"), ("scale", "rates"))
             for seed in seeds
             for ln in (True, False)
             for variant in variants
@@ -582,7 +597,7 @@ def run(name: str, called: str, out: Path, fresh: bool = False) -> None:
                     "every_block": every_block,
                 },
             )
-            for law, ln, n_qk, every_block, move in wide + others
+            for law, ln, n_qk, every_block, move in wide[:2] + others + wide[2:]
             for seed in seeds
             for scale in preset.scales
         ]
@@ -639,10 +654,17 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=FIGURES, default=FIGURES[:-1], help="figures to make")
     parser.add_argument("--out", type=Path, default=HERE, help="folder of results/ and figures/")
     parser.add_argument("--fresh", action="store_true", help="measure again what is already known")
+    parser.add_argument(
+        "--variants",
+        nargs="+",
+        choices=ADVICE,
+        default=("plain", "both"),
+        help="what is taken of the advice: nothing (the others are held against that), scale, rates, both",
+    )
     options = parser.parse_args()
     start = time.monotonic()
     for name in options.only:
-        run(name, options.preset, options.out, options.fresh)
+        run(name, options.preset, options.out, options.fresh, options.variants)
     print(f"{time.monotonic() - start:.0f} s")
 
 

@@ -1,6 +1,7 @@
 """The slt command: what it prints, what it writes, how it fails, and what it does not import."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM, GPT2LMHeadModel, PreTrainedTokeni
 import hf_slt
 from hf_slt import SupermaskGPT2LMHeadModel
 from hf_slt.cli import main
+from hf_slt.curvature import BLOCKS, block_curvature
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 SLT = Path(sys.executable).parent / "slt"
@@ -154,6 +156,54 @@ def test_evaluate(capsys, shelf, tmp_path):
     assert logits_of(model, tiny_batch()).isfinite().all()
 
 
+@pytest.mark.parametrize("kind", ["ticket", "scores", "stock"])
+def test_curvature_of_whatever_is_saved(capsys, shelf, tmp_path, kind):
+    model = {
+        "ticket": lambda: AutoModelForCausalLM.from_pretrained(shelf / "one"),
+        "scores": lambda: train_a_little(SupermaskGPT2LMHeadModel(tiny_config(density=0.3))),
+        "stock": lambda: AutoModelForCausalLM.from_pretrained(shelf / "one").merge_and_unload(),
+    }[kind]()
+    saved, text, space = tmp_path / "model", tmp_path / "text.txt", "weight" if kind == "stock" else "score"
+    if kind == "ticket":
+        saved = shelf / "one"
+    else:
+        model.save_pretrained(saved)
+        make_tokenizer().save_pretrained(saved)
+    text.write_text(" ".join(f"w{index % 60}" for index in range(200)))
+    words = ["curvature", saved, "--space", space, "--file", text, "--sequences", 2, "--block-size", 8]
+    words += ["--probes", 3]
+    code, out, err = run(capsys, *words, "--figure", tmp_path / "figure.png")
+    assert code == 0
+    assert "curvature: 100%" in err
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+    code, printed, err = run(capsys, *words, "--json", "--eigenvalues")
+    assert (code, err) == (0, "")
+    facts = json.loads(printed)
+
+    ids = torch.tensor([[1 + index % 60 for index in range(start, start + 8)] for start in (0, 8)])
+    blocks = facts["blocks"]
+    for label, ways in (("LayerNorm", "keep"), ("no LayerNorm", "remove")):
+        rows = block_curvature(model, ids, BLOCKS, space, 3, layer_norm=ways)
+        mine = [record for record in blocks if record["setting"] == label]
+        assert [(one["layer"], one["block"]) for one in mine] == [(row.layer, row.block) for row in rows]
+        for one, row in zip(mine, rows, strict=True):
+            assert one["norm"] == pytest.approx(row.norm, rel=1e-4)
+            assert one["norm_outer"] == pytest.approx(row.norm_outer, rel=1e-4)
+            assert one["largest"] == pytest.approx(row.largest, rel=1e-2)
+        norms = {(row.layer, row.block): row.norm for row in rows}
+        assert facts["value_to_query"][label]["0"] == pytest.approx(norms[0, "v"] / norms[0, "q"], rel=1e-4)
+    assert out.startswith(f"LayerNorm, norms of H over {space}s")
+    assert "\nno LayerNorm, norms" in out
+    assert out.count("v/q") == 2
+
+
+def test_curvature_of_the_embedded_corpus_one_way(capsys, shelf):
+    words = ["curvature", shelf / "one", "--layer-norm", "remove", "--probes", 1, "--block-size", 4]
+    code, out, _ = run(capsys, *words, "--sequences", 1, "--json")
+    assert code == 0
+    assert {one["setting"] for one in json.loads(out)["blocks"]} == {"no LayerNorm"}
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -167,6 +217,10 @@ def test_evaluate(capsys, shelf, tmp_path):
         (["generate", "{tmp}", "--prompt", "x"], "config.json"),
         (["push", "{tmp}/nothing", "me/ticket"], "no such folder"),
         (["evaluate", "{tmp}/nothing"], "cannot load"),
+        (["curvature", "{tmp}/nothing"], "cannot load"),
+        (["curvature", "{shelf}/one", "--file", "{tmp}/none.txt"], "there is no file"),
+        (["curvature", "{shelf}/one", "--block-size", "1000"], "the positions of the model"),
+        (["curvature", "{shelf}/one", "--sequences", "0"], "give at least 1"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )
@@ -201,7 +255,7 @@ def test_help_and_inspect_do_not_import_torch(shelf):
         assert ended.stdout.splitlines()[-1] == "0 []", ended.stderr
 
 
-COMMANDS = "inspect verify diff combine pack merge generate evaluate push".split()
+COMMANDS = "inspect verify diff combine pack merge generate evaluate curvature push".split()
 
 
 @pytest.mark.parametrize("words", [[], *([command] for command in COMMANDS)], ids=str)
@@ -211,4 +265,4 @@ def test_the_readme_shows_the_help_in_full(capsys, monkeypatch, words):
         main([*words, "--help"])
     shown = capsys.readouterr().out
     assert shown.strip() in README
-    assert words or all(f"\n    {command} " in shown for command in COMMANDS)
+    assert words or all(re.search(rf"^    {command}\s", shown, re.M) for command in COMMANDS)

@@ -5,11 +5,14 @@ import importlib.util
 import itertools
 import json
 import math
+import weakref
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_slt import SupermaskGPT2Config, SupermaskGPT2LMHeadModel
@@ -556,6 +559,40 @@ def test_batches_are_one_mean_over_predicted_tokens():
     assert apart.norm == pytest.approx(labelled.norm, rel=1e-9)
 
 
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the tensors that live, as they come and go, and the most there were."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes, self.now, self.most = {}, 0, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_flatten(result)[0]:
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self.sizes:
+                    self.sizes[storage._cdata] = storage.nbytes()
+                    self.now += storage.nbytes()
+                    weakref.finalize(storage, self.forget, storage._cdata)
+        self.most = max(self.most, self.now)
+        return result
+
+    def forget(self, key):
+        self.now -= self.sizes.pop(key)
+
+
+@pytest.mark.parametrize("space", ["weight", "score"])
+def test_memory_is_a_small_multiple_of_the_largest_block(space):
+    """A table that is nearly all of the model; with 8 probes at once it held 57 tables."""
+    model = supermask(n_embd=32, vocab_size=30_000, n_layer=1)
+    model.transformer.wte.masked_weight()  # its own cache is the model's, not ours
+    table = 4 * model.config.vocab_size * 32
+    with LiveBytes() as live:
+        block_curvature(model, tokens(1, 4), ("embedding",), space, probes=8, eigenvalues=False)
+    assert 2 * table < live.most < 15 * table
+
+
 def test_curvature_errors_name_value_and_cure():
     model = stock()
     with pytest.raises(ValueError, match='GPT2LMHeadModel has none: use space="weight"'):
@@ -697,3 +734,46 @@ def test_the_recipe_writes_records_and_a_figure_and_resumes(recipe, tmp_path, ca
     recipe.growth_point = None  # every point is known: nothing is measured again
     recipe.run("growth", "tiny", tmp_path)
     assert json.loads(written.read_text()) == record
+
+
+def test_advice_reaches_the_ordinary_training_as_options(recipe, monkeypatch):
+    said = {"qk_scale": 1.5, "query_rate": 2.0, "mlp_rate": 0.25}
+    monkeypatch.setattr(recipe, "advice_for", lambda layer_norm, seed: said)
+    seen = {}
+
+    def train(arguments):
+        seen[variant] = arguments.flat()
+        log = Path(arguments.run.output_dir) / "log.jsonl"
+        log.write_text('{"kind": "evaluation", "step": 7, "loss": 3.0}\n')
+        return {"loss": 3.0}
+
+    monkeypatch.setattr(recipe, "train", train)
+    for variant in recipe.ADVICE:
+        point = recipe.advice_point(layer_norm=False, variant=variant, seed=2, steps=7)
+        assert (point["loss"], point["curve"]) == (3.0, [[7, 3.0]])
+    changed = {
+        variant: {name: value for name, value in flat.items() if value != seen["plain"][name]}
+        for variant, flat in seen.items()
+    }
+    for one in changed.values():
+        one.pop("output_dir", None)
+    rates = {"query_rate": 2.0, "mlp_rate": 0.25}
+    assert changed == {
+        "plain": {},
+        "scale": {"qk_scale": "1.5"},
+        "rates": rates,
+        "both": {"qk_scale": "1.5", **rates},
+    }
+    assert (seen["plain"]["layer_norm"], seen["plain"]["seed"], seen["plain"]["steps"]) == (False, 2, 7)
+    assert seen["plain"]["law"] == "signed_constant"  # the preset's
+    gains = recipe.advice_gains(
+        [
+            {"layer_norm": True, "variant": variant, "seed": seed, "loss": loss}
+            for variant, losses in {"plain": (5.0, 6.0), "both": (5.5, 5.75)}.items()
+            for seed, loss in enumerate(losses)
+        ]
+    )
+    assert [(g["loss"], g["gain"], g["gain_range"]) for g in gains] == [
+        (5.5, 0, [0, 0]),
+        (5.625, -0.125, [-0.5, 0.25]),
+    ]

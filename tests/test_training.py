@@ -22,6 +22,7 @@ from hf_slt import checkpoints, training, verify_ticket
 from hf_slt.arguments import CONTROLS, FREE_TO_CHANGE, Arguments, parse_arguments
 from hf_slt.batches import Batches, block_order, validation_batches
 from hf_slt.checkpoints import CheckpointError
+from hf_slt.curvature_advice import attention_moments
 from hf_slt.data import TokenBlocks, load_blocks
 from hf_slt.evaluation import evaluate_blocks
 from hf_slt.monitoring import Interruption, look_at, read_log
@@ -317,6 +318,31 @@ def test_the_log_has_the_masks(uninterrupted):
     assert all(value == pytest.approx(0.3, abs=0.01) for value in looks[1]["density"].values())
 
 
+def test_moments_are_logged_where_asked_and_change_nothing(arguments, uninterrupted, tmp_path):
+    train(arguments("--moments", "true", "--save_every", "0"))
+    assert mask_bytes(tmp_path / "run") == mask_bytes(uninterrupted[0])
+    assert not [r for r in read_log(uninterrupted[0] / "log.jsonl") if r["kind"] == "moments"]
+    records = [r for r in read_log(tmp_path / "run" / "log.jsonl") if r["kind"] == "moments"]
+    assert [r["step"] for r in records] == [6, 12]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "ticket")
+    ids = torch.as_tensor(load_blocks(arguments().data).validation[np.arange(8)]["input_ids"]).long()
+    np.testing.assert_allclose(records[-1]["trace"], attention_moments(model, ids), rtol=1e-4)
+    np.testing.assert_allclose(
+        records[-1]["relative"], attention_moments(model, ids, relative=True), rtol=1e-4
+    )
+    assert np.shape(records[-1]["trace"]) == (2, 2)  # layers, heads
+    assert records[-1]["lowest"] == np.min(records[-1]["relative"])
+
+
+@pytest.mark.parametrize("words", [["--compile", "true"], ["--control", "dense"]])
+def test_moments_of_a_compiled_model_and_of_a_control(arguments, words):
+    run = Run(arguments("--moments", "true", "--steps", "2", "--dropout", "0", *words))
+    run.step()
+    run.look()
+    assert np.shape(run.log.records[-1]["trace"]) == (2, 2)
+    assert run.model.training
+
+
 def test_a_look_counts_flips_and_warns_of_collapse(caplog):
     before, after = torch.zeros(4, 10, dtype=torch.bool), torch.zeros(4, 10, dtype=torch.bool)
     before[:, 0] = after[:2, 0] = True
@@ -592,6 +618,7 @@ print("SENT", json.dumps(facts), flush=True)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_two_processes_agree_with_one(base, tmp_path, kind):
     common = [*base, "--dropout", "0", "--steps", "20", "--accumulation", "1", "--save_every", "10"]
+    common += ["--moments", "true"]
     one = train(parse_arguments([*common, "--batch_size", "8", "--output_dir", str(tmp_path / "one")]))
     (tmp_path / "worker.py").write_text(WORKER)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}
@@ -611,6 +638,11 @@ def test_two_processes_agree_with_one(base, tmp_path, kind):
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert run.returncode == 0, run.stderr[-3000:]
     np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), atol=1e-5)
+    first, second = (
+        [r["trace"] for r in read_log(tmp_path / name / "log.jsonl") if r["kind"] == "moments"]
+        for name in ("one", "two")
+    )
+    np.testing.assert_allclose(second, first, rtol=1e-3)
     two = json.loads((tmp_path / "two" / "report.json").read_text())
     assert two["loss"] == pytest.approx(one["loss"], abs=1e-5)
     models = [AutoModelForCausalLM.from_pretrained(tmp_path / name / "ticket") for name in ("one", "two")]
