@@ -38,24 +38,56 @@ def test_exactly_the_largest_ties_to_the_lower_index(size, levels, share, seed, 
     values, count = make_values(size, levels, seed), max(1, round(share * size))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(masking, "_SAMPLE", sample)  # small: the sampled path at every size
+        patch.setattr(masking, "_CHUNK", 4 * sample)
         assert torch.equal(keep_largest(values, count), naive_mask(values, count))
 
 
-@settings(max_examples=60, deadline=None)
-@given(levels=st.sampled_from([0, 2, 7]), seed=st.integers(0, 999), step=st.sampled_from([0.0, 1e-4, 1.0]))
-def test_a_remembered_threshold_is_only_a_guess(levels, seed, step):
+@settings(max_examples=100, deadline=None)
+@given(
+    levels=st.sampled_from([0, 2, 7, 300]),
+    seed=st.integers(0, 999),
+    step=st.sampled_from([0.0, 1e-4, 1e-2, 1.0]),
+    sample=st.sampled_from([16, 1 << 14]),
+    chunk=st.sampled_from([24, 100, 1 << 18]),
+)
+def test_a_remembered_threshold_is_only_a_guess(levels, seed, step, sample, chunk):
     selector, values = Selector(), make_values(500, levels, seed)
-    for again in range(4):
-        count = 150 if again < 3 else 20  # the count may change too
-        assert torch.equal(selector.select(values, count), naive_mask(values, count))
-        values = values + step * make_values(500, levels, seed + 1 + again)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(masking, "_SAMPLE", sample)
+        patch.setattr(masking, "_CHUNK", chunk)
+        for again in range(6):
+            count = 150 if again < 4 else 20  # the count may change too
+            mask = selector.select(values - 1, count, torch.abs)
+            assert torch.equal(mask, naive_mask((values - 1).abs(), count))
+            assert selector.select(values - 1, count, torch.abs) is mask
+            values = values + step * make_values(500, levels, seed + 1 + again)
+
+
+def test_scores_that_move_little_are_found_near_the_last_threshold(monkeypatch):
+    """Neither a sample nor a sort of all: one pass is enough."""
+    selector, values = Selector(), make_values(1 << 16, 0, 0)
+    selector.select(values, 20_000)
+    monkeypatch.setattr(masking, "_brackets", None)
+    for step in range(10):
+        values += 1e-3 * make_values(1 << 16, 0, step)
+        assert torch.equal(selector.select(values, 20_000), naive_mask(values, 20_000))
+
+
+@pytest.mark.parametrize("place", [0, 5, 999])
+def test_every_change_of_a_mask_is_seen(monkeypatch, place):
+    """Two values change places across the threshold: as many are kept, but not the same ones."""
+    monkeypatch.setattr(masking, "_CHUNK", 100)
+    selector, values = Selector(), make_values(1000, 0, 0)
+    selector.select(values, 300)
+    values[place] = -1.0 if selector.mask[place] else 100.0
+    assert torch.equal(selector.select(values, 300), naive_mask(values, 300))
 
 
 def test_adversarial_order_is_still_exact():
     """A sample that is not typical: the values follow the stride of the sample."""
     size = 1 << 17
     values = torch.arange(size, dtype=torch.float32)
-    values[:: size // masking._SAMPLE] = 1e9
+    values[:: masking.sample_stride(size)] = 1e9
     assert torch.equal(keep_largest(values, size // 3), naive_mask(values, size // 3))
 
 
