@@ -28,6 +28,7 @@ from torch.nn import functional as F
 from .configuration_supermask_gpt2 import SupermaskGPT2Config
 from .masking import (
     RULES,
+    MaskedLogits,
     MaskedRows,
     MaskedWeight,
     Selector,
@@ -245,7 +246,7 @@ class SupermaskLayer(nn.Module):
                 self.materialise()
             return self.weight
         scores = self._scores()
-        if traced or not _are_parameters(scores):
+        if not self._is_eager():
             if not traced and not self._is_current():
                 self.materialise()
             masks = [
@@ -262,6 +263,11 @@ class SupermaskLayer(nn.Module):
 
     def _scores(self) -> list[Tensor]:
         return [getattr(self, part.prefix + "scores") for part in self.parts]
+
+    def _is_eager(self) -> bool:
+        """Whether scores are learned here the usual way; torch.func passes plain tensors for them."""
+        learning = self.learns == "scores" and not torch.compiler.is_compiling()
+        return learning and all(isinstance(one, nn.Parameter) for one in self._scores())
 
     def _current_masked(self, scores: list[Tensor]) -> Tensor:
         """weight * mask, made anew only if a mask is no longer the one in it."""
@@ -341,10 +347,10 @@ class SupermaskEmbedding(SupermaskLayer, nn.Embedding):
         Both directions go through one forward, so that hooks (offload, sharding) see either use.
         """
         if unembed:
-            return F.linear(input, self.masked_weight())
-        if self.learns == "scores" and not torch.compiler.is_compiling() and _are_parameters(self._scores()):
+            return _logits(self, input)
+        if self._is_eager():
             masked = self._current_masked(self._scores())
-            return MaskedRows.apply(input, masked, self.weight, self.rule, self.scores)
+            return MaskedRows.apply(input, masked, self.weight, self.rule, *self._scores())
         return F.embedding(input, self.masked_weight())
 
 
@@ -362,7 +368,7 @@ class SupermaskHead(SupermaskLayer, nn.Linear):
         return self.shape[1]
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.linear(input, self.masked_weight())
+        return _logits(self, input)
 
 
 class TernaryLayer(SupermaskLayer):
@@ -422,9 +428,11 @@ class TernaryLayer(SupermaskLayer):
         raise RuntimeError("a ternary table cannot be resized; resize the ticket, then call to_ternary()")
 
 
-def _are_parameters(scores: list[Tensor]) -> bool:
-    """As usual; torch.func passes plain tensors."""
-    return all(isinstance(one, nn.Parameter) for one in scores)
+def _logits(layer: SupermaskLayer, hidden: Tensor) -> Tensor:
+    if layer._is_eager() and not torch.is_autocast_enabled(hidden.device.type):
+        masked = layer._current_masked(layer._scores())
+        return MaskedLogits.apply(hidden, masked, layer.weight, layer.rule, *layer._scores())
+    return F.linear(hidden, layer.masked_weight())
 
 
 def _is_shared(tensor: Tensor) -> bool:

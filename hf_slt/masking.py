@@ -94,11 +94,11 @@ class Selector:
 
     def _stands(self, flat: Tensor, rank: Callable) -> bool:
         """Whether the last mask is the one of these values too."""
-        sides = [self.cut, flat.numel() - self.cut]
+        sides, few = [self.cut, flat.numel() - self.cut], max(1, _CHUNK // 4)  # in a core's own cache
         for passes, side, kept in zip(
             (torch.ge, torch.gt), flat.split(sides), self.mask.view(-1).split(sides), strict=True
         ):
-            for chunk, was in zip(_chunks(side), _chunks(kept), strict=True):
+            for chunk, was in zip(_chunks(side, few), _chunks(kept, few), strict=True):
                 change = _test(passes, rank(chunk), self.threshold).sub_(was.view(torch.int8).float())
                 if change.dot(change):
                     return False
@@ -169,8 +169,8 @@ def sample_stride(size: int) -> int:
     return round(size ** (1 / 3))
 
 
-def _chunks(flat: Tensor) -> tuple[Tensor, ...]:
-    return flat.split(_CHUNK if flat.device.type == "cpu" else _MOST)
+def _chunks(flat: Tensor, size: int | None = None) -> tuple[Tensor, ...]:
+    return flat.split((size or _CHUNK) if flat.device.type == "cpu" else _MOST)
 
 
 def _test(passes: Callable, ranked: Tensor, bound: Tensor) -> Tensor:
@@ -258,20 +258,63 @@ class MaskedWeight(TracedMaskedWeight):
             return TracedMaskedWeight.backward(ctx, grad)
         weight, *scores = ctx.saved_tensors
         widths = [part.shape[-1] for part in scores]
-        results = []
-        for g, w, s in zip(grad.split(widths, -1), weight.split(widths, -1), scores, strict=True):
-            result = (g * w).to(s.dtype)
-            rows = max(1, _CHUNK // s.shape[-1])
-            for some, those in zip(result.split(rows, -2), s.split(rows), strict=True):
-                some.mul_(ctx.slope(those))  # no slope of full size
-            results.append(result)
-        return None, None, None, *results
+        parts = zip(grad.split(widths, -1), weight.split(widths, -1), scores, strict=True)
+        return None, None, None, *(_times_slope((g * w).to(s.dtype), s, ctx.slope) for g, w, s in parts)
 
     @staticmethod
     def jvp(ctx, _masked, _weight, _rule, *tangents):
         weight, *scores = ctx.saved_tensors
         moved = [ctx.slope(s) * (0 if t is None else t) for t, s in zip(tangents, scores, strict=True)]
         return weight * torch.cat(moved, -1).to(weight.dtype)
+
+
+def _times_slope(gradient: Tensor, scores: Tensor, slope: Callable) -> Tensor:
+    """gradient * slope(scores), in place and in pieces: no slope of full size."""
+    rows = max(1, _CHUNK // scores.shape[-1])
+    for some, those in zip(gradient.split(rows, -2), scores.split(rows), strict=True):
+        some.mul_(slope(those))
+    return gradient
+
+
+class MaskedLogits(torch.autograd.Function):
+    """Hidden states times a masked table, transposed: `F.linear` by MaskedWeight, with the same gradient.
+
+    But the gradient of the table, as large as a vocabulary, is turned into that of its scores in place.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(hidden: Tensor, masked: Tensor, weight: Tensor, rule: str, scores: Tensor) -> Tensor:
+        return F.linear(hidden, masked)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        hidden, masked, weight, rule, scores = inputs
+        ctx.rule, ctx.slope = rule, RULES[rule].slope
+        ctx.save_for_backward(hidden, masked, weight, scores)
+        ctx.save_for_forward(hidden, masked, weight, scores)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        hidden, masked, weight, scores = ctx.saved_tensors
+        again = torch.is_grad_enabled()  # as above
+        before = result = None
+        if ctx.needs_input_grad[0]:
+            before = grad @ (MaskedWeight.apply(masked, weight, ctx.rule, scores) if again else masked)
+        if ctx.needs_input_grad[4]:
+            table = grad.reshape(-1, len(weight)).T @ hidden.reshape(-1, weight.shape[1])
+            if again:
+                result = (table * weight).to(scores.dtype) * ctx.slope(scores)
+            else:
+                result = _times_slope(table.mul_(weight).to(scores.dtype), scores, ctx.slope)
+        return before, None, None, None, result
+
+    @staticmethod
+    def jvp(ctx, hidden_moves, _masked, _weight, _rule, scores_move):
+        hidden, masked, weight, scores = ctx.saved_tensors
+        moved = F.linear(hidden, weight * (ctx.slope(scores) * (0 if scores_move is None else scores_move)))
+        return moved if hidden_moves is None else moved + F.linear(hidden_moves, masked)
 
 
 class MaskedRows(torch.autograd.Function):

@@ -293,7 +293,7 @@ class Benchmarks:
     def _steps(self, make_other: Callable, accumulation: int = 1) -> list[float]:
         models = [SupermaskGPT2LMHeadModel(self.step_config), make_other(self.step_config)]
         steps = [training_step(model, self.size["tokens"], accumulation) for model in models]
-        return interleaved(steps, self.repeats)
+        return interleaved(steps, self.repeats if accumulation == 1 else min(3, self.repeats))
 
     def step(self):
         what = f"training step, {self.size['tokens']} tokens, AdamW"
