@@ -26,7 +26,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .configuration_supermask_gpt2 import SupermaskGPT2Config
-from .masking import RULES, MaskedWeight, Selector, TracedMaskedWeight, keep_largest, kept_count, traced_mask
+from .masking import (
+    RULES,
+    MaskedLogits,
+    MaskedRows,
+    MaskedWeight,
+    Selector,
+    TracedMaskedWeight,
+    apply_mask,
+    keep_largest,
+    kept_count,
+    traced_mask,
+)
 from .quantisation import dequantise, largest_code, quantise
 from .random_weights import digest, draw
 from .ticket import pack_mask, unpack_mask
@@ -115,7 +126,7 @@ class SupermaskLayer(nn.Module):
         self.weight_digests: dict[str, str] = {}  # of the last draw, before masking; filled in a ticket
         self._selectors = {part.name: Selector() for part in self.parts}
         self._masked = torch.empty(0)  # scores: weight * mask, reused while both stand
-        self._masks: dict[str, Tensor] = {}  # scores: the masks in it
+        self._masks: list[Tensor] = []  # scores: the masks in it, of each part
         self._filled: dict[str, _Stamp] = {}  # first values, as drawn
         self._made_from: list[_Stamp] = []  # what the weight was made from
 
@@ -201,13 +212,13 @@ class SupermaskLayer(nn.Module):
     # -- masks -----------------------------------------------------------------------------------
 
     def _select(self, part: Part, scores: Tensor) -> Tensor:
-        ranked = RULES[self.rule].rank(scores.detach())
-        return self._selectors[part.name].select(ranked, kept_count(self.density, part.size))
+        count = kept_count(self.density, part.size)
+        return self._selectors[part.name].select(scores, count, RULES[self.rule].rank)
 
     def mask_of(self, part: Part) -> Tensor:
         """The boolean mask of a part, as it stands."""
         if self.learns == "scores":
-            return self._select(part, getattr(self, part.prefix + "scores"))
+            return self._select(part, getattr(self, part.prefix + "scores")).clone()
         if self.learns == "ticket":
             packed = self.packed_mask(part)
             return torch.from_numpy(unpack_mask(packed.cpu().numpy(), part.shape)).to(packed.device)
@@ -265,10 +276,8 @@ class SupermaskLayer(nn.Module):
             if not traced and not self._is_current():
                 self.materialise()
             return self.weight
-        scores = [getattr(self, part.prefix + "scores") for part in self.parts]
-        if traced or not all(
-            isinstance(one, nn.Parameter) for one in scores
-        ):  # torch.func passes plain tensors
+        scores = self._scores()
+        if not self._is_eager():
             if not traced and not self._is_current():
                 self.materialise()
             masks = [
@@ -283,18 +292,28 @@ class SupermaskLayer(nn.Module):
         function = TracedMaskedWeight if traced else MaskedWeight
         return function.apply(masked, self.weight, self.rule, *scores)
 
+    def _scores(self) -> list[Tensor]:
+        return [getattr(self, part.prefix + "scores") for part in self.parts]
+
+    def _is_eager(self) -> bool:
+        """Whether scores are learned here the usual way; torch.func passes plain tensors for them."""
+        learning = self.learns == "scores" and not torch.compiler.is_compiling()
+        return learning and all(isinstance(one, nn.Parameter) for one in self._scores())
+
     def _current_masked(self, scores: list[Tensor]) -> Tensor:
-        """weight * mask, rewritten only for the parts whose mask is no longer the one in it."""
+        """weight * mask, made anew only if a mask is no longer the one in it."""
         # Outside inference mode: what is made there could never be saved for a backward.
         with torch.inference_mode(False), torch.no_grad():
             if not self._is_current():
                 self.materialise()
             self._filled.clear()  # in use now: first values need not be held, and may be sharded away
-            masks = {part.name: self._select(part, one) for part, one in zip(self.parts, scores, strict=True)}
-            if not self._masks or not all(torch.equal(masks[name], self._masks[name]) for name in masks):
-                # Not in place: a graph of the last masks may still need them.
-                self._masks = masks
-                self._masked = self.weight * torch.cat(list(masks.values()), -1)
+            masks = [self._select(part, one) for part, one in zip(self.parts, scores, strict=True)]
+            if not self._masks or not all(map(_same, masks, self._masks)):
+                # A graph of the last masks may still need them; else their memory serves again, as
+                # fresh memory costs more than the product.
+                reusable = _alike(self._masked, self.weight) and not _is_shared(self._masked)
+                out = self._masked if reusable else None
+                self._masks, self._masked = masks, apply_mask(self.weight, masks, out)
             return self._masked
 
     @torch.no_grad()
@@ -359,7 +378,10 @@ class SupermaskEmbedding(SupermaskLayer, nn.Embedding):
         Both directions go through one forward, so that hooks (offload, sharding) see either use.
         """
         if unembed:
-            return F.linear(input, self.masked_weight())
+            return _logits(self, input)
+        if self._is_eager():
+            masked = self._current_masked(self._scores())
+            return MaskedRows.apply(input, masked, self.weight, self.rule, *self._scores())
         return F.embedding(input, self.masked_weight())
 
 
@@ -377,7 +399,86 @@ class SupermaskHead(SupermaskLayer, nn.Linear):
         return self.shape[1]
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.linear(input, self.masked_weight())
+        return _logits(self, input)
+
+
+class TernaryLayer(SupermaskLayer):
+    """A ticket's layer of weights -c, 0 and +c, on a CPU: signs in 16 bits, all arithmetic in float32.
+
+        y = (x @ sign) * c              # c of each output; no weight is rounded
+
+    Half the memory to read is what makes it fast. The mask stays, and with it all that a ticket can do.
+    """
+
+    def __init__(self, layer: SupermaskLayer) -> None:
+        nn.Module.__init__(self)
+        self.__dict__.update(layer.__dict__)
+        self._buffers = dict(layer._buffers)
+        self.inputs_first = isinstance(layer, SupermaskLinear)
+        self.is_table = isinstance(layer, SupermaskEmbedding)
+        self.weight = self.weight.new_empty(0)  # its dtype is that of the layer
+        self.materialise()
+
+    @staticmethod
+    def suits(layer: SupermaskLayer) -> bool:
+        """Whether this can be made of a layer."""
+        laws = {law for law, _ in layer.laws.values()}
+        return layer.learns in ("ticket", "frozen") and laws == {"signed_constant"}
+
+    @torch.no_grad()
+    def materialise(self) -> None:
+        signs = self.masked_weight().float().sign()  # inputs, outputs; a table and a head the other way
+        scales = [abs(self.laws[part.name][1]) for part in self.parts for _ in range(part.shape[1])]
+        signs = signs.T.contiguous() if self.inputs_first else signs
+        self._scale = torch.tensor(scales if self.inputs_first else scales[:1])
+        self._packed = torch.ops.quantized.linear_prepack_fp16(signs, None)
+        self._rows = signs.to(torch.int8) if self.is_table else None
+        self._made_from = self._sources()
+
+    def masked_weight(self) -> Tensor:
+        """weight * mask, drawn again: it is not kept."""
+        whole = torch.empty(self.shape, dtype=self.weight.dtype)
+        for part in self.parts:
+            whole[:, part.columns] = torch.from_numpy(self.frozen_weight(part)) * self.mask_of(part)
+        return whole
+
+    def forward(self, input: Tensor, unembed: bool = False) -> Tensor:
+        if not self._is_current():
+            self.materialise()
+        if self._rows is not None and not unembed:
+            return (self._rows[input] * self._scale).to(self.weight.dtype)
+        product = torch.ops.quantized.linear_dynamic_fp16(input.float(), self._packed)
+        return product.mul_(self._scale).to(input.dtype)
+
+    def _apply(self, fn, recurse=True):
+        if fn(torch.empty(0)).device.type != "cpu":
+            raise RuntimeError("a ternary model runs on a CPU only; move the ticket that it was made from")
+        return super()._apply(fn, recurse)
+
+    def resized(self, config: SupermaskGPT2Config, rows: int):
+        raise RuntimeError("a ternary table cannot be resized; resize the ticket, then call to_ternary()")
+
+
+def _logits(layer: SupermaskLayer, hidden: Tensor) -> Tensor:
+    if layer._is_eager() and not torch.is_autocast_enabled(hidden.device.type):
+        masked = layer._current_masked(layer._scores())
+        return MaskedLogits.apply(hidden, masked, layer.weight, layer.rule, *layer._scores())
+    return F.linear(hidden, layer.masked_weight())
+
+
+def _is_shared(tensor: Tensor) -> bool:
+    """Whether its memory is also that of another tensor: a view, or what a graph or NumPy holds."""
+    fresh = torch.empty(1)
+    owners, others = (torch._C._storage_Use_Count(one.untyped_storage()._cdata) for one in (tensor, fresh))
+    return owners != others
+
+
+def _alike(tensor: Tensor, other: Tensor) -> bool:
+    return all(getattr(tensor, name) == getattr(other, name) for name in ("shape", "dtype", "device"))
+
+
+def _same(mask: Tensor, other: Tensor) -> bool:
+    return mask is other or (mask.device == other.device and torch.equal(mask, other))
 
 
 def _parts(name: str, shape: tuple[int, int], widths: dict[str, int] | None) -> Iterator[Part]:

@@ -1,111 +1,400 @@
 """Ours against a named baseline, side by side in one run: interleaved repeats, medians, ratios.
 
     python recipes/benchmark.py [--preset quick|full] [--only draw load ...] [--json out.json]
+    python recipes/benchmark.py --show recipes/results/benchmark.json
 
-`full` takes GPT-2 small and mini (some minutes, 8 GB of memory), `quick` models of seconds. A ratio is ours
-over theirs: below 1 is less time or fewer bytes than the baseline.
+`full` takes GPT-2 mini and small (about ten minutes on two quiet cores, 12 GB of memory), `quick` models of
+seconds. A ratio is ours over theirs: below 1 is less time, memory or bytes than the baseline. An existing
+JSON file is updated: rows that were measured replace their predecessors, the others stay.
+
+`--only ternary` is apart from the table: ways to run a ticket of weights {-c, 0, +c} below the cost of
+dense float32.
 """
 
 import argparse
+import copy
 import json
+import multiprocessing
 import os
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn import functional as F
 from tqdm.auto import tqdm
 from transformers import GPT2LMHeadModel
 from transformers.utils import logging
 
 from hf_slt import SupermaskGPT2Config, SupermaskGPT2LMHeadModel
+from hf_slt.files import replacing
+from hf_slt.layers import SupermaskEmbedding, SupermaskLayer, SupermaskLinear
 from hf_slt.masking import Selector
 from hf_slt.random_weights import draw
 from hf_slt.training import dense_twin
 
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+TINY = {"n_layer": 2, "n_embd": 128, "n_head": 4, "vocab_size": 2048}
 SIZES = {
-    "quick": {"weights": 4_000_000, "config": {"n_layer": 2, "n_embd": 128, "n_head": 4, "vocab_size": 2048}},
-    "full": {"weights": 124_000_000, "config": {}},
+    "quick": {
+        "draw": 4_000_000,
+        "scores": 1_000_000,
+        "step": TINY,
+        "tokens": 128,
+        "ticket": TINY,
+        "generated": 8,
+        "grown": [(1, 64, 256), (2, 128, 512), (4, 192, 1024)],
+    },
+    "full": {
+        "draw": 124_000_000,
+        "scores": 40_000_000,
+        "step": {"n_layer": 4, "n_embd": 512, "n_head": 8},
+        "tokens": 1024,
+        "ticket": {},  # GPT-2 small
+        "generated": 32,
+        # layers, width, vocabulary: 1, 7, 50 and 355 million weights
+        "grown": [(4, 128, 2048), (6, 320, 2048), (12, 576, 4096), (24, 1024, 50257)],
+    },
 }
-MINI = {"n_layer": 4, "n_embd": 512, "n_head": 8}  # of the training step, in `full`
+BANDWIDTH = 100e6 / 8  # bytes a second of the first_token row
+GENERATE = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
 
-def interleaved(ours: Callable, theirs: Callable, repeats: int) -> tuple[float, float]:
-    """Median seconds of each; the two take turns, so that a change of the machine's mood meets both."""
-    times: tuple[list[float], list[float]] = ([], [])
+def interleaved(functions: list[Callable], repeats: int) -> list[float]:
+    """Median seconds of each; they take turns, so that a change of the machine's mood meets all."""
+    times: list[list[float]] = [[] for _ in functions]
     for repeat in range(repeats + 1):
-        for function, seconds in zip((ours, theirs), times, strict=True):
+        for function, seconds in zip(functions, times, strict=True):
             started = time.perf_counter()
             function()
             if repeat:  # the first of each is a warm-up
                 seconds.append(time.perf_counter() - started)
-    return statistics.median(times[0]), statistics.median(times[1])
+    return [statistics.median(seconds) for seconds in times]
+
+
+# -- what is compared -----------------------------------------------------------------------------------
+
+
+def training_step(model: nn.Module, tokens: int, accumulation: int = 1) -> Callable[[], None]:
+    optimizer = torch.optim.AdamW(model.train().parameters(), weight_decay=0.0)
+    ids = torch.arange(tokens).remainder(model.config.vocab_size).view(1, -1)
+
+    def step() -> None:
+        for _ in range(accumulation):
+            model(ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def generation(model: nn.Module, batch: int, new: int) -> Callable[[], Tensor]:
+    ids = torch.arange(8).expand(batch, -1) + 1
+    options = {**GENERATE, "attention_mask": torch.ones_like(ids), "max_new_tokens": new}
+    return lambda: model.generate(ids, **options)
+
+
+class Popup(torch.autograd.Function):
+    """Edge-popup's mask as its authors describe it: sort all scores, straight through backwards."""
+
+    @staticmethod
+    def forward(ctx, scores: Tensor, density: float) -> Tensor:
+        mask = torch.zeros_like(scores)
+        order = scores.flatten().argsort()
+        mask.view(-1)[order[round((1 - density) * len(order)) :]] = 1
+        return mask
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad, None
+
+
+class PopupLinear(SupermaskLinear):
+    def masked_weight(self) -> Tensor:
+        scores = [getattr(self, part.prefix + "scores") for part in self.parts]
+        return self.weight * torch.cat([Popup.apply(one.abs(), self.density) for one in scores], -1)
+
+
+class PopupEmbedding(SupermaskEmbedding):
+    masked_weight = PopupLinear.masked_weight
+
+    def forward(self, input: Tensor, unembed: bool = False) -> Tensor:
+        return (F.linear if unembed else F.embedding)(input, self.masked_weight())
+
+
+def edge_popup_twin(config: SupermaskGPT2Config) -> SupermaskGPT2LMHeadModel:
+    model = SupermaskGPT2LMHeadModel(config)
+    for layer in model.modules():
+        if isinstance(layer, SupermaskLayer):
+            layer.__class__ = PopupEmbedding if isinstance(layer, SupermaskEmbedding) else PopupLinear
+    return model
+
+
+@contextmanager
+def saved(config: SupermaskGPT2Config) -> Iterator[tuple[Path, Path]]:
+    """Folders of a ticket and of the stock GPT-2 that it merges to."""
+    with tempfile.TemporaryDirectory() as folder:
+        ticket, stock = Path(folder, "ticket"), Path(folder, "stock")
+        model = SupermaskGPT2LMHeadModel(config)
+        model.save_ticket(ticket)
+        model.to_ticket().merge_and_unload().save_pretrained(stock)
+        yield ticket, stock
+
+
+# -- memory, each side in a process of its own ----------------------------------------------------------
+
+
+def in_fresh_process(function: Callable, *arguments):
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def peak_bytes(function: Callable) -> float:
+    """Most resident memory of this process while the function runs (Linux; elsewhere since its start)."""
+    function()  # what is made once (optimizer moments, scratch) is made
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+        function()
+        status = Path("/proc/self/status").read_text()
+        return 1024.0 * int(status.split("VmHWM:")[1].split()[0])
+    except OSError:
+        import resource
+
+        function()
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return float(peak if sys.platform == "darwin" else 1024 * peak)
+
+
+def memory_of_step(config: SupermaskGPT2Config, dense: bool, tokens: int) -> float:
+    model = dense_twin(config) if dense else SupermaskGPT2LMHeadModel(config)
+    return peak_bytes(training_step(model, tokens))
+
+
+def memory_of_generation(folder: Path, kind: str, new: int) -> tuple[float, list[int]]:
+    quiet()
+    step = generation(LOADERS[kind](folder), 1, new)
+    return peak_bytes(step), step()[0].tolist()
+
+
+# -- ways to run a ternary ticket -----------------------------------------------------------------------
+
+
+def dynamic_int8(folder: Path) -> nn.Module:
+    """torch.ao's dynamic quantization: weights exact in 8 bits, but inputs rounded to 8 bits too."""
+    model = GPT2LMHeadModel.from_pretrained(folder)
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.clone())  # packed apart from the embedding
+    for block in model.transformer.h:
+        for owner in (block.attn, block.mlp):
+            for name, layer in list(owner.named_children()):
+                if hasattr(layer, "nf"):  # a Conv1D
+                    linear = nn.Linear(*layer.weight.shape)
+                    linear.weight, linear.bias = nn.Parameter(layer.weight.T.contiguous()), layer.bias
+                    setattr(owner, name, linear)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.ao is moving to torchao
+        return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, torch.qint8)
+
+
+class Int8Packed(nn.Module):
+    """`torch._weight_int8pack_mm`: the layer's signs in 8 bits, a scale for each output."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:  # weight: outputs, inputs
+        super().__init__()
+        self.scale = weight.abs().amax(1)
+        self.signs = weight.sign().to(torch.int8)
+        self.bias = bias
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        flat = torch._weight_int8pack_mm(hidden.flatten(0, -2), self.signs, self.scale)
+        flat = flat if self.bias is None else flat + self.bias
+        return flat.view(*hidden.shape[:-1], -1)
+
+
+class Int4Packed(Int8Packed):
+    """`torch._weight_int4pack_mm_for_cpu`: the same in 4 bits, in groups of 32 inputs."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__(weight, bias)
+        outputs, inputs = weight.shape
+        padded = F.pad(self.signs.int() + 8, (0, 0, 0, -outputs % 16), value=8)
+        self.outputs, self.signs = outputs, torch._convert_weight_to_int4pack_for_cpu(padded, 1)
+        scale = F.pad(self.scale, (0, -outputs % 16)).expand(inputs // 32, -1)
+        self.scale = torch.stack([scale, torch.zeros_like(scale)], -1).contiguous()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        flat = torch._weight_int4pack_mm_for_cpu(hidden.flatten(0, -2), self.signs, 32, self.scale)
+        flat = flat[:, : self.outputs]
+        flat = flat if self.bias is None else flat + self.bias
+        return flat.view(*hidden.shape[:-1], -1)
+
+
+class SparseRows(nn.Module):
+    """A CSR matrix of the weights that are kept."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # CSR is in beta
+            self.weight = weight.detach().to_sparse_csr()
+        self.bias = 0 if bias is None else bias
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return (self.weight @ hidden.flatten(0, -2).T).T.view(*hidden.shape[:-1], -1) + self.bias
+
+
+def with_layers(kind: type[nn.Module]) -> Callable[[Path], nn.Module]:
+    """Stock GPT-2 with its matrices in another form."""
+
+    def load(folder: Path) -> nn.Module:
+        model = GPT2LMHeadModel.from_pretrained(folder).requires_grad_(False).eval()
+        for module in list(model.modules()):
+            for name, layer in list(module.named_children()):
+                if hasattr(layer, "nf"):
+                    setattr(module, name, kind(layer.weight.T.contiguous(), layer.bias))
+        model.lm_head = kind(model.transformer.wte.weight, None)
+        return model
+
+    return load
+
+
+LOADERS: dict[str, Callable[[Path], nn.Module]] = {
+    "stock float32": GPT2LMHeadModel.from_pretrained,
+    "ticket": SupermaskGPT2LMHeadModel.from_pretrained,
+    "to_ternary": lambda folder: SupermaskGPT2LMHeadModel.from_pretrained(folder).to_ternary(),
+    "bfloat16": lambda folder: GPT2LMHeadModel.from_pretrained(folder, dtype=torch.bfloat16),
+    "torch.ao dynamic int8": dynamic_int8,
+    "_weight_int8pack_mm": with_layers(Int8Packed),
+    "_weight_int4pack_mm_for_cpu": with_layers(Int4Packed),
+    "sparse CSR": with_layers(SparseRows),
+}
+FROM_TICKET = ("ticket", "to_ternary")
+
+
+# -- rows -----------------------------------------------------------------------------------------------
 
 
 class Benchmarks:
-    """Each method is a row: what is measured, against what, how far it should reach, and the two numbers."""
+    """Each method is a row: what is measured, the baseline, how far it should reach, and the two numbers."""
 
     def __init__(self, preset: str, repeats: int) -> None:
-        size, self.repeats, self.full = SIZES[preset], repeats, preset == "full"
-        self.weights = size["weights"]
-        sizes = {**size["config"], "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-        self.config = SupermaskGPT2Config(**sizes)
-        self.step_config = SupermaskGPT2Config(**{**sizes, **(MINI if self.full else {})})
+        self.size, self.repeats = SIZES[preset], repeats
+        self.step_config = SupermaskGPT2Config(**NO_DROPOUT, **self.size["step"])
+        self.ticket_config = SupermaskGPT2Config(**NO_DROPOUT, **self.size["ticket"])
 
-    def draw(self):
-        pair = interleaved(
-            lambda: draw(0, "w", (self.weights,)), lambda: torch.randn(self.weights), self.repeats
+    def _steps(self, make_other: Callable, accumulation: int = 1) -> list[float]:
+        models = [SupermaskGPT2LMHeadModel(self.step_config), make_other(self.step_config)]
+        steps = [training_step(model, self.size["tokens"], accumulation) for model in models]
+        return interleaved(steps, self.repeats if accumulation == 1 else min(3, self.repeats))
+
+    def step(self):
+        what = f"training step, {self.size['tokens']} tokens, AdamW"
+        return what, "stock GPT-2, all weights trained", 1.05, self._steps(dense_twin)
+
+    def step_accum(self):
+        what = f"the same, 4 accumulation steps of {self.size['tokens']} tokens"
+        return what, "stock GPT-2, all weights trained", 1.02, self._steps(dense_twin, 4)
+
+    def edge_popup(self):
+        return (
+            "the same training step",
+            "edge-popup, sorting at each forward",
+            1 / 3,
+            self._steps(edge_popup_twin),
         )
-        return f"drawing {self.weights / 1e6:.0f}M normals", "torch.randn", 1.0, pair
+
+    def step_memory(self):
+        pair = [
+            in_fresh_process(memory_of_step, self.step_config, dense, self.size["tokens"])
+            for dense in (False, True)
+        ]
+        return "peak resident memory of a training step", "stock GPT-2, all weights trained", 1.3, pair
 
     def select(self):
-        scores, count = torch.randn(self.weights // 3).abs(), self.weights // 10
-        pair = interleaved(lambda: Selector().select(scores, count), lambda: torch.sort(scores), self.repeats)
-        return "exact top 30 % of the scores", "torch.sort", 1.0, pair
+        scores = torch.from_numpy(draw(0, "scores", (self.size["scores"],))).abs()
+        count = round(0.3 * len(scores))
 
-    def _saved(self, folder: str) -> tuple[Path, Path]:
-        ticket, stock = Path(folder, "ticket"), Path(folder, "stock")
-        model = SupermaskGPT2LMHeadModel(self.config)
-        model.save_ticket(ticket)
-        model.to_ticket().merge_and_unload().save_pretrained(stock)
-        return ticket, stock
+        def by_sort() -> Tensor:
+            mask = torch.zeros_like(scores, dtype=torch.bool)
+            mask[torch.sort(scores, descending=True, stable=True).indices[:count]] = True
+            return mask
 
-    def bytes(self):
-        with tempfile.TemporaryDirectory() as folder:
-            sizes = [
-                sum(file.stat().st_size for file in path.glob("*.safetensors"))
-                for path in self._saved(folder)
-            ]
-        return (
-            "bytes on disk, packed",
-            "dense float32 safetensors",
-            1 / 31,
-            (float(sizes[0]), float(sizes[1])),
-        )
+        def by_kthvalue() -> Tensor:
+            return scores >= torch.kthvalue(scores, len(scores) - count + 1).values
+
+        def by_partition() -> Tensor:
+            values = scores.numpy()
+            return torch.from_numpy(values >= np.partition(values, -count)[-count])
+
+        rivals = {"torch.sort": by_sort, "kthvalue": by_kthvalue, "numpy.partition": by_partition}
+        ways = [lambda: Selector().select(scores, count), *rivals.values()]
+        masks = [way() for way in ways]  # the last two keep all ties
+        assert torch.equal(masks[0], masks[1])
+        ours, *theirs = interleaved(ways, min(3, self.repeats))
+        millions = f"{len(scores) / 1e6:.0f}M"
+        what = f"mask of the top 30 % of {millions} scores, exact: one read of them, one write of the mask"
+        fastest = min(theirs)
+        baseline = f"the fastest of {', '.join(rivals)}: {list(rivals)[theirs.index(fastest)]}"
+        return what, baseline, 1.0, [ours, fastest], dict(zip(rivals, theirs, strict=True))
+
+    def draw(self):
+        size = self.size["draw"]
+        pair = interleaved([lambda: draw(0, "w", (size,)), lambda: torch.randn(size)], self.repeats)
+        return f"drawing {size / 1e6:.0f}M normals, the same on any machine", "torch.randn", 1.0, pair
 
     def load(self):
-        with tempfile.TemporaryDirectory() as folder:
-            ticket, stock = self._saved(folder)
+        with saved(self.ticket_config) as (ticket, stock):
             pair = interleaved(
-                lambda: SupermaskGPT2LMHeadModel.from_pretrained(ticket),
-                lambda: GPT2LMHeadModel.from_pretrained(stock),
+                [
+                    lambda: SupermaskGPT2LMHeadModel.from_pretrained(ticket),
+                    lambda: GPT2LMHeadModel.from_pretrained(stock),
+                ],
                 self.repeats,
             )
         return "from_pretrained, all digests checked", "dense GPT-2, from a warm disk", None, pair
 
+    def first_token(self):
+        with saved(self.ticket_config) as (ticket, stock):
+            download = [
+                sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / BANDWIDTH
+                for folder in (ticket, stock)
+            ]
+            local = interleaved(
+                [
+                    lambda: generation(SupermaskGPT2LMHeadModel.from_pretrained(ticket), 1, 1)(),
+                    lambda: generation(GPT2LMHeadModel.from_pretrained(stock), 1, 1)(),
+                ],
+                min(3, self.repeats),
+            )
+        pair = [sum(both) for both in zip(download, local, strict=True)]
+        what = "download at 100 Mbit/s (computed from bytes), from_pretrained, first token"
+        return what, "dense GPT-2, float32", 0.1, pair
+
+    def bytes(self):
+        with saved(self.ticket_config) as folders:
+            pair = [
+                float(sum(file.stat().st_size for file in path.glob("*.safetensors"))) for path in folders
+            ]
+        return "bytes on disk, packed", "dense float32 safetensors", 1 / 31, pair
+
     def _generate(self, batch: int):
-        model = SupermaskGPT2LMHeadModel(self.config).to_ticket().eval()
-        stock, ids = model.merge_and_unload().eval(), torch.ones(batch, 8, dtype=torch.long)
-        options = {"max_new_tokens": 32, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-        mask = torch.ones_like(ids)
-        pair = interleaved(
-            lambda: model.generate(ids, attention_mask=mask, **options),
-            lambda: stock.generate(ids, attention_mask=mask, **options),
-            self.repeats,
+        model = SupermaskGPT2LMHeadModel(self.ticket_config).to_ticket().eval()
+        stock, new = model.merge_and_unload().eval(), self.size["generated"]
+        pair = interleaved([generation(model, batch, new), generation(stock, batch, new)], self.repeats)
+        return (
+            f"generating {new} tokens, batch {batch}, ticket",
+            "stock GPT-2, merged weights",
+            1 / 0.98,
+            pair,
         )
-        return f"generating 32 tokens, batch {batch}, ticket", "stock GPT-2, merged weights", 1 / 0.98, pair
 
     def generate_b1(self):
         return self._generate(1)
@@ -113,26 +402,145 @@ class Benchmarks:
     def generate_b8(self):
         return self._generate(8)
 
-    def step(self):
-        models = [SupermaskGPT2LMHeadModel(self.step_config).train(), dense_twin(self.step_config).train()]
-        length = min(1024, self.step_config.n_positions) if self.full else 128
-        ids = torch.arange(length).remainder(self.step_config.vocab_size).view(1, -1)
+    def generate_memory(self):
+        with saved(self.ticket_config) as (ticket, stock):
+            (ours, _), (theirs, _) = (
+                in_fresh_process(memory_of_generation, folder, kind, self.size["generated"])
+                for folder, kind in ((ticket, "ticket"), (stock, "stock float32"))
+            )
+        return (
+            "resident memory while generating, batch 1",
+            "stock GPT-2, merged weights",
+            1.05,
+            [ours, theirs],
+        )
 
-        def stepper(model):
-            optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
+    def growth(self):
+        weights, seconds = [], {"step": [], "select": [], "load": []}
+        for layers, width, vocabulary in tqdm(self.size["grown"], "growth", leave=False):
+            shape = {"n_layer": layers, "n_embd": width, "n_head": width // 64, "vocab_size": vocabulary}
+            config = SupermaskGPT2Config(**NO_DROPOUT, **shape, n_positions=128)
+            model = SupermaskGPT2LMHeadModel(config)
+            weights.append(sum(parameter.numel() for parameter in model.parameters()))
+            with tempfile.TemporaryDirectory() as folder:
+                model.save_ticket(folder)
+                step, scores = training_step(model, 128), torch.cat([p.flatten() for p in model.parameters()])
+                times = [
+                    statistics.median(interleaved([function], 2))
+                    for function in (
+                        step,
+                        lambda scores=scores: Selector().select(scores, len(scores) // 3, torch.abs),
+                        lambda folder=folder: SupermaskGPT2LMHeadModel.from_pretrained(folder),
+                    )
+                ]
+            for name, one in zip(seconds, times, strict=True):
+                seconds[name].append(one)
+        logs = np.log(weights)
+        exponents = {name: float(np.polyfit(logs, np.log(times), 1)[0]) for name, times in seconds.items()}
+        what = (
+            f"exponent of growth from {weights[0] / 1e6:.1f}M to {weights[-1] / 1e6:.0f}M weights: "
+            + ", ".join(f"{name} {exponent:.2f}" for name, exponent in exponents.items())
+        )
+        details = {"weights": weights, "seconds": seconds, "exponents": exponents}
+        return what, "linear growth", 1.05, [max(exponents.values()), 1.0], details
 
-            def step():
-                model(ids, labels=ids).loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
+    def ternary(self):
+        """Ways to run a signed_constant ticket, with their memory and whether greedy tokens are the same."""
+        new = self.size["generated"]
+        config = copy.deepcopy(self.ticket_config)
+        config.law = "signed_constant"
+        with saved(config) as (ticket, stock), torch.inference_mode():
+            folders = {kind: ticket if kind in FROM_TICKET else stock for kind in LOADERS}
+            memory, tokens = {}, {}
+            for kind in LOADERS:
+                memory[kind], tokens[kind] = in_fresh_process(memory_of_generation, folders[kind], kind, new)
+            models = {kind: LOADERS[kind](folders[kind]).eval() for kind in LOADERS}
+            steps = [generation(model, 1, new) for model in models.values()]
+            seconds = dict(zip(models, interleaved(steps, self.repeats), strict=True))
+        baseline = "stock float32"
+        for kind in LOADERS:
+            same = "the same" if tokens[kind] == tokens[baseline] else "other"
+            if kind != baseline:
+                what = f"{kind}: {new} tokens, batch 1"
+                details = {"memory_ratio": memory[kind] / memory[baseline], "tokens": same}
+                yield kind, (what, "stock GPT-2, float32", None, [seconds[kind], seconds[baseline]], details)
 
-            return step
 
-        pair = interleaved(*map(stepper, models), self.repeats)
-        return f"training step, {length} tokens, AdamW", "stock GPT-2, all weights trained", 1.05, pair
+ROWS = (
+    "step step_accum edge_popup step_memory select draw load first_token bytes generate_b1 generate_b8 "
+    "generate_memory growth"
+).split()
 
 
-ROWS = ("step", "select", "draw", "load", "bytes", "generate_b1", "generate_b8")
+def machine() -> str:
+    threads, cores = torch.get_num_threads(), os.cpu_count()
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}, numpy {np.__version__}"
+    return f"{threads} threads, {cores} cores, {torch.backends.cpu.get_cpu_capability()}; {versions}"
+
+
+def as_row(name: str, result: tuple, preset: str, repeats: int) -> dict:
+    what, baseline, reach, (ours, theirs), *details = result
+    row = {"id": name, "what": what, "baseline": baseline, "ours": ours, "theirs": theirs}
+    row |= {
+        "ratio": ours / theirs,
+        "reach": reach,
+        "preset": preset,
+        "repeats": repeats,
+        "machine": machine(),
+    }
+    return {**row, "details": details[0]} if details else row
+
+
+def measure(names: list[str], preset: str, repeats: int) -> Iterator[dict]:
+    benchmarks = Benchmarks(preset, repeats)
+    for name in tqdm(names, "benchmarks"):
+        result = getattr(benchmarks, name)()
+        if name == "ternary":
+            yield from (as_row(f"ternary: {kind}", one, preset, repeats) for kind, one in result)
+        else:
+            yield as_row(name, result, preset, repeats)
+
+
+def table(rows: list[dict]) -> str:
+    """Markdown of the ratios."""
+    lines = ["| | baseline | ours / theirs | reach |", "|---|---|---:|---:|"]
+    for row in rows:
+        reach = "" if row["reach"] is None else f"{row['reach']:.3g}"
+        what, details = row["what"], row.get("details", {})
+        if "tokens" in details:
+            what += f"; memory {details['memory_ratio']:.2f}, greedy tokens {details['tokens']}"
+        lines.append(f"| {what} | {row['baseline']} | {row['ratio']:.3f} | {reach} |")
+    return "\n".join(lines)
+
+
+def read_rows(path: Path, preset: str | None = None) -> list[dict]:
+    """The rows of a file; none if there is no such file."""
+    if not path.is_file():
+        return []
+    try:
+        rows = json.loads(path.read_text())
+        presets = {row["id"]: row["preset"] for row in rows}
+    except (ValueError, TypeError, KeyError) as error:
+        raise SystemExit(
+            f"{path} holds no rows of this benchmark ({error!r}); remove it or name another"
+        ) from None
+    other = next((name for name, one in presets.items() if preset not in (None, one)), None)
+    if other is not None:
+        raise SystemExit(
+            f"{path}: row {other} is of preset {presets[other]}, not {preset}; name another file"
+        )
+    return rows
+
+
+def merge(old: list[dict], new: list[dict]) -> list[dict]:
+    """New rows in place of old ones of the same id, in the table's order."""
+    rows = {row["id"]: row for row in [*old, *new]}
+    return sorted(rows.values(), key=lambda row: ROWS.index(row["id"]) if row["id"] in ROWS else len(ROWS))
+
+
+def quiet() -> None:
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
 
 
 def main() -> None:
@@ -141,26 +549,34 @@ def main() -> None:
     )
     parser.add_argument("--preset", choices=SIZES, default="quick", help="sizes (default: quick)")
     parser.add_argument(
-        "--only", nargs="+", choices=ROWS, default=ROWS, metavar="ROW", help=f"of {', '.join(ROWS)}"
+        "--only",
+        nargs="+",
+        choices=[*ROWS, "ternary"],
+        default=ROWS,
+        metavar="ROW",
+        help=f"of {', '.join(ROWS)}; or ternary",
     )
     parser.add_argument("--repeats", type=int, default=5, help="timed repeats of each side (default: 5)")
-    parser.add_argument("--json", help="also write the rows to this file")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file, or update it")
+    parser.add_argument(
+        "--show", type=Path, metavar="JSON", help="print the table of a file; measure nothing"
+    )
     options = parser.parse_args()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    benchmarks, rows = Benchmarks(options.preset, options.repeats), []
-    for name in tqdm(options.only, "benchmarks"):
-        what, baseline, reach, (ours, theirs) = getattr(benchmarks, name)()
-        row = {"id": name, "what": what, "baseline": baseline, "ours": ours, "theirs": theirs}
-        rows.append({**row, "ratio": ours / theirs, "reach": reach})
-    machine = f"{torch.get_num_threads()} threads, {os.cpu_count()} cores, torch {torch.__version__}"
-    print(f"{options.preset}: {machine}")
-    print("| | baseline | ours / theirs | reach |\n|---|---|---:|---:|")
-    for row in rows:
-        reach = "" if row["reach"] is None else f"{row['reach']:.3g}"
-        print(f"| {row['what']} | {row['baseline']} | {row['ratio']:.3f} | {reach} |")
-    if options.json:
-        Path(options.json).write_text(json.dumps(rows, indent=1) + "\n")
+    if options.repeats < 1:
+        parser.error(f"--repeats {options.repeats}: at least one is needed")
+    if options.show:
+        print(table(read_rows(options.show)))
+        return
+    quiet()
+    old = read_rows(options.json, options.preset) if options.json else []
+    new: list[dict] = []
+    for row in measure(options.only, options.preset, options.repeats):
+        new.append(row)
+        if options.json:  # after each, so that a stop loses nothing
+            with replacing(options.json) as path:
+                Path(path).write_text(json.dumps(merge(old, new), indent=1) + "\n")
+    print(f"{options.preset}: {machine()}")
+    print(table(merge([], new)))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_slt import masking
-from hf_slt.masking import MaskedWeight, Selector, keep_largest, kept_count, traced_mask
+from hf_slt.masking import (
+    MaskedLogits,
+    MaskedRows,
+    MaskedWeight,
+    Selector,
+    apply_mask,
+    keep_largest,
+    kept_count,
+    traced_mask,
+)
 
 
 def naive_mask(values: torch.Tensor, count: int) -> torch.Tensor:
@@ -38,24 +47,56 @@ def test_exactly_the_largest_ties_to_the_lower_index(size, levels, share, seed, 
     values, count = make_values(size, levels, seed), max(1, round(share * size))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(masking, "_SAMPLE", sample)  # small: the sampled path at every size
+        patch.setattr(masking, "_CHUNK", 4 * sample)
         assert torch.equal(keep_largest(values, count), naive_mask(values, count))
 
 
-@settings(max_examples=60, deadline=None)
-@given(levels=st.sampled_from([0, 2, 7]), seed=st.integers(0, 999), step=st.sampled_from([0.0, 1e-4, 1.0]))
-def test_a_remembered_threshold_is_only_a_guess(levels, seed, step):
+@settings(max_examples=100, deadline=None)
+@given(
+    levels=st.sampled_from([0, 2, 7, 300]),
+    seed=st.integers(0, 999),
+    step=st.sampled_from([0.0, 1e-4, 1e-2, 1.0]),
+    sample=st.sampled_from([16, 1 << 14]),
+    chunk=st.sampled_from([24, 100, 1 << 18]),
+)
+def test_a_remembered_threshold_is_only_a_guess(levels, seed, step, sample, chunk):
     selector, values = Selector(), make_values(500, levels, seed)
-    for again in range(4):
-        count = 150 if again < 3 else 20  # the count may change too
-        assert torch.equal(selector.select(values, count), naive_mask(values, count))
-        values = values + step * make_values(500, levels, seed + 1 + again)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(masking, "_SAMPLE", sample)
+        patch.setattr(masking, "_CHUNK", chunk)
+        for again in range(6):
+            count = 150 if again < 4 else 20  # the count may change too
+            mask = selector.select(values - 1, count, torch.abs)
+            assert torch.equal(mask, naive_mask((values - 1).abs(), count))
+            assert selector.select(values - 1, count, torch.abs) is mask
+            values = values + step * make_values(500, levels, seed + 1 + again)
+
+
+def test_scores_that_move_little_are_found_near_the_last_threshold(monkeypatch):
+    """Neither a sample nor a sort of all: one pass is enough."""
+    selector, values = Selector(), make_values(1 << 16, 0, 0)
+    selector.select(values, 20_000)
+    monkeypatch.setattr(masking, "_brackets", None)
+    for step in range(10):
+        values += 1e-3 * make_values(1 << 16, 0, step)
+        assert torch.equal(selector.select(values, 20_000), naive_mask(values, 20_000))
+
+
+@pytest.mark.parametrize("place", [0, 5, 999])
+def test_every_change_of_a_mask_is_seen(monkeypatch, place):
+    """Two values change places across the threshold: as many are kept, but not the same ones."""
+    monkeypatch.setattr(masking, "_CHUNK", 100)
+    selector, values = Selector(), make_values(1000, 0, 0)
+    selector.select(values, 300)
+    values[place] = -1.0 if selector.mask[place] else 100.0
+    assert torch.equal(selector.select(values, 300), naive_mask(values, 300))
 
 
 def test_adversarial_order_is_still_exact():
     """A sample that is not typical: the values follow the stride of the sample."""
     size = 1 << 17
     values = torch.arange(size, dtype=torch.float32)
-    values[:: size // masking._SAMPLE] = 1e9
+    values[:: masking.sample_stride(size)] = 1e9
     assert torch.equal(keep_largest(values, size // 3), naive_mask(values, size // 3))
 
 
@@ -150,3 +191,91 @@ def test_traced_mask_is_keep_largest():
     values = make_values(1000, 3, 4).view(20, 50)
     torch.library.opcheck(torch.ops.hf_slt.keep_largest.default, (values, 300))
     assert torch.equal(traced_mask(values, 300), keep_largest(values, 300))
+
+
+# -- tables: the same gradients as of MaskedWeight, in less memory ------------------------------------
+
+
+IDS = torch.tensor([[1, 4, 4], [0, 1, 6]])
+
+
+def logits_of_weight(x, masked, weight, rule, scores):
+    return torch.nn.functional.linear(x, MaskedWeight.apply(masked, weight, rule, scores))
+
+
+def rows_of_weight(x, masked, weight, rule, scores):
+    """Rows, weighted by x, so that both have the same arguments."""
+    rows = torch.nn.functional.embedding(IDS, MaskedWeight.apply(masked, weight, rule, scores))
+    return rows * x[..., :1]
+
+
+def rows(x, *arguments):
+    return MaskedRows.apply(IDS, *arguments) * x[..., :1]
+
+
+@pytest.fixture(
+    params=[(MaskedLogits.apply, logits_of_weight), (rows, rows_of_weight)], ids=["logits", "rows"]
+)
+def pair(request, monkeypatch):
+    """Two functions of (x, scores) that should be one; in pieces of few rows."""
+    monkeypatch.setattr(masking, "_CHUNK", 12)
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(9, 5, dtype=torch.float64, generator=generator)
+
+    def bind(function):
+        def call(x, scores):
+            masked = weight * traced_mask(scores.abs(), 20)
+            return function(x, masked, weight, "edge_popup", scores).pow(3).sum()
+
+        return call
+
+    values = [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in ((2, 3, 5), (9, 5))]
+    return [bind(function) for function in request.param], values
+
+
+def test_tables_have_the_gradients_of_masked_weight(pair):
+    functions, values = pair
+    found = []
+    for function in functions:
+        x, scores = (value.clone().requires_grad_() for value in values)
+        first = torch.autograd.grad(function(x, scores), (x, scores), create_graph=True)
+        second = torch.autograd.grad(sum(one.pow(2).sum() for one in first), (x, scores))
+        plain = torch.autograd.grad(function(x, scores), (x, scores))  # the path without a second derivative
+        found.append([*first, *second, *plain])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found[0][4:], found[0][:2], rtol=1e-12, atol=1e-12)
+
+
+def test_tables_under_torch_func(pair):
+    (function, oracle), (x, scores) = pair
+    stacked = torch.stack([scores, -scores, scores.flip(0)])
+    for argument in (0, 1):
+        gradients = [torch.func.grad(one, argument) for one in (function, oracle)]
+        ours, theirs = (torch.func.vmap(one, (None, 0))(x, stacked) for one in gradients)
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    moves = (torch.ones_like(x), torch.ones_like(scores))
+    ours, theirs = (torch.func.jvp(one, (x, scores), moves)[1] for one in (function, oracle))
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    x, scores = x.requires_grad_(), scores.requires_grad_()
+    every = torch.eye(2, dtype=torch.float64)
+    for ours, theirs in zip(
+        *(
+            torch.autograd.grad(
+                torch.stack([one(x, scores), one(2 * x, scores)]), (x, scores), every, is_grads_batched=True
+            )
+            for one in (function, oracle)
+        ),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_apply_mask_is_a_product(monkeypatch):
+    monkeypatch.setattr(masking, "_CHUNK", 50)
+    weight = torch.randn(33, 10)
+    masks = [torch.rand(33, width) < 0.5 for width in (4, 4, 2)]
+    expected = weight * torch.cat(masks, -1)
+    out = torch.empty_like(weight)
+    for found in (apply_mask(weight, masks), apply_mask(weight, masks, out), out):
+        assert found.numpy().tobytes() == expected.numpy().tobytes()  # minus zero too

@@ -15,9 +15,9 @@ from torch import nn
 from torch.testing import assert_close
 from transformers import GPT2LMHeadModel
 
-import hf_slt.masking
 from hf_slt import SupermaskGPT2LMHeadModel
 from hf_slt.layers import SupermaskLayer
+from hf_slt.masking import Selector
 from hf_slt.random_weights import draw
 
 IDS = tiny_batch()
@@ -475,8 +475,8 @@ def test_compiled_scores_are_current(model, blank):
 def sorts(monkeypatch):
     """One entry for every time that a threshold is looked for."""
     calls = []
-    search = hf_slt.masking._kth_largest
-    monkeypatch.setattr(hf_slt.masking, "_kth_largest", lambda *args: calls.append(1) or search(*args))
+    search = Selector._search
+    monkeypatch.setattr(Selector, "_search", lambda *args: calls.append(1) or search(*args))
     return calls
 
 

@@ -257,8 +257,8 @@ def test_masks_are_selected_once_per_optimizer_step(arguments, monkeypatch):
     from hf_slt import masking
 
     run, calls = Run(arguments("--accumulation", "4", "--dropout", "0")), []
-    kth_largest = masking._kth_largest
-    monkeypatch.setattr(masking, "_kth_largest", lambda *a: calls.append(1) or kth_largest(*a))
+    search = masking.Selector._search
+    monkeypatch.setattr(masking.Selector, "_search", lambda *a: calls.append(1) or search(*a))
     tensors = len(run.model.masks())
     calls.clear()
     for _ in range(3):
