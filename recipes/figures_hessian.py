@@ -2,7 +2,7 @@
 
     python recipes/figures_hessian.py --preset quick                # one seed, a few core-minutes
     python recipes/figures_hessian.py --preset full                 # three seeds, two laws, ten core-minutes
-    python recipes/figures_hessian.py --preset full --only advice   # 12 short trainings, 40 core-minutes
+    python recipes/figures_hessian.py --preset full --only advice   # 12 short trainings, 35 core-minutes
 
 hessian_growth.png     one attention layer in closed form: Frobenius norm of each block against the scale
                        of the input, softmax and linear, without and with LayerNorm; slopes by window
