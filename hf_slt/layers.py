@@ -314,7 +314,7 @@ class SupermaskLayer(nn.Module):
                 reusable = _alike(self._masked, self.weight) and not _is_shared(self._masked)
                 out = self._masked if reusable else None
                 self._masks, self._masked = masks, apply_mask(self.weight, masks, out)
-            return self._masked
+            return self._masked.detach()  # another tensor: whoever keeps it counts as an owner of the memory
 
     @torch.no_grad()
     def resized(self, config: SupermaskGPT2Config, rows: int):

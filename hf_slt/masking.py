@@ -94,14 +94,16 @@ class Selector:
 
     def _stands(self, flat: Tensor, rank: Callable) -> bool:
         """Whether the last mask is the one of these values too."""
-        sides, few = [self.cut, flat.numel() - self.cut], max(1, _CHUNK // 4)  # in a core's own cache
-        for passes, side, kept in zip(
-            (torch.ge, torch.gt), flat.split(sides), self.mask.view(-1).split(sides), strict=True
-        ):
-            for chunk, was in zip(_chunks(side, few), _chunks(kept, few), strict=True):
-                change = _test(passes, rank(chunk), self.threshold).sub_(was.view(torch.int8).float())
-                if change.dot(change):
-                    return False
+        start = 0
+        for chunk, was in zip(_chunks(flat), _chunks(self.mask.view(-1)), strict=True):
+            ranked = rank(chunk)
+            keeps = torch.empty_like(ranked, dtype=torch.float32)
+            ties = min(max(0, self.cut - start), len(chunk))  # up to there equals are kept
+            torch.ge(ranked[:ties], self.threshold, out=keeps[:ties])
+            torch.gt(ranked[ties:], self.threshold, out=keeps[ties:])
+            if not torch.equal(_eights(keeps.bool()), _eights(was)):
+                return False
+            start += len(chunk)
         return True
 
     def _search(self, flat: Tensor, count: int, rank: Callable, known: bool) -> None:
@@ -169,8 +171,13 @@ def sample_stride(size: int) -> int:
     return round(size ** (1 / 3))
 
 
-def _chunks(flat: Tensor, size: int | None = None) -> tuple[Tensor, ...]:
-    return flat.split((size or _CHUNK) if flat.device.type == "cpu" else _MOST)
+def _chunks(flat: Tensor) -> tuple[Tensor, ...]:
+    return flat.split(_CHUNK if flat.device.type == "cpu" else _MOST)
+
+
+def _eights(flags: Tensor) -> Tensor:
+    """Booleans eight at a time, where that goes: torch takes as long for each as for a number."""
+    return flags.view(torch.int64 if len(flags) % 8 == 0 else torch.int8)
 
 
 def _test(passes: Callable, ranked: Tensor, bound: Tensor) -> Tensor:
@@ -179,13 +186,11 @@ def _test(passes: Callable, ranked: Tensor, bound: Tensor) -> Tensor:
 
 
 def _nonzero(flat: Tensor) -> Tensor:
-    """Where the few values are that are not zero: looks first which eight bytes of booleans have any."""
-    if len(flat) % 8:
-        return flat.nonzero().view(-1)
-    eights = flat.bool().view(torch.int64)
-    rows = eights.nonzero().view(-1)
+    """Where the few values are that are not zero."""
+    eights = _eights(flat.bool())
+    rows, width = eights.nonzero().view(-1), len(flat) // max(1, len(eights))
     places = eights[rows].view(torch.bool).nonzero().view(-1)
-    return rows[places // 8] * 8 + places % 8
+    return rows[places // width] * width + places % width
 
 
 def apply_mask(weight: Tensor, masks: list[Tensor], out: Tensor | None = None) -> Tensor:

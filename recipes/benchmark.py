@@ -293,7 +293,7 @@ class Benchmarks:
     def _steps(self, make_other: Callable, accumulation: int = 1) -> list[float]:
         models = [SupermaskGPT2LMHeadModel(self.step_config), make_other(self.step_config)]
         steps = [training_step(model, self.size["tokens"], accumulation) for model in models]
-        return interleaved(steps, self.repeats if accumulation == 1 else min(3, self.repeats))
+        return interleaved(steps, self.repeats)
 
     def step(self):
         what = f"training step, {self.size['tokens']} tokens, AdamW"
@@ -518,8 +518,10 @@ def read_rows(path: Path, preset: str | None = None) -> list[dict]:
     if not path.is_file():
         return []
     try:
-        rows = json.loads(path.read_text())
+        rows = list(json.loads(path.read_text()))
         presets = {row["id"]: row["preset"] for row in rows}
+        if not rows:
+            raise ValueError("no row")
     except (ValueError, TypeError, KeyError) as error:
         raise SystemExit(
             f"{path} holds no rows of this benchmark ({error!r}); remove it or name another"
@@ -565,6 +567,8 @@ def main() -> None:
     if options.repeats < 1:
         parser.error(f"--repeats {options.repeats}: at least one is needed")
     if options.show:
+        if not options.show.is_file():
+            parser.error(f"--show {options.show}: there is no such file")
         print(table(read_rows(options.show)))
         return
     quiet()

@@ -161,18 +161,50 @@ def test_makefile_has_the_two_commands():
     assert "pytest" in shown
 
 
+BENCHMARK = [sys.executable, ROOT / "recipes" / "benchmark.py"]
+ROWS = (
+    "step step_accum edge_popup step_memory select draw load first_token bytes generate_b1 generate_b8 "
+    "generate_memory growth"
+).split()
+
+
 @pytest.mark.slow
 def test_the_benchmark_runs(tmp_path):
     """A smoke test: every row gives two numbers; nothing timed is asserted."""
-    command = [
-        sys.executable,
-        ROOT / "recipes" / "benchmark.py",
-        "--repeats",
-        "1",
-        "--json",
-        tmp_path / "rows.json",
-    ]
+    path = tmp_path / "rows.json"
+    command = [*BENCHMARK, "--repeats", "1", "--json", path]
     subprocess.run(command, check=True, capture_output=True)
-    rows = json.loads((tmp_path / "rows.json").read_text())
-    assert {row["id"] for row in rows} >= {"draw", "step", "load", "bytes", "generate_b1", "generate_b8"}
-    assert all(row["ours"] > 0 and row["theirs"] > 0 for row in rows)
+    rows = json.loads(path.read_text())
+    assert [row["id"] for row in rows] == ROWS
+    for row in rows:
+        assert row.keys() >= {"what", "baseline", "ours", "theirs", "ratio", "reach"}
+        assert row["ours"] > 0
+        assert row["theirs"] > 0
+        assert row["ratio"] == row["ours"] / row["theirs"]
+    # One row again: it alone is replaced.
+    subprocess.run([*command, "--only", "draw"], check=True, capture_output=True)
+    again = json.loads(path.read_text())
+    assert [new["id"] for new, old in zip(again, rows, strict=True) if new != old] == ["draw"]
+    # Sizes are not mixed, and what is not ours is left alone.
+    for text, words in (
+        (path.read_text().replace('"quick"', '"full"'), "is of preset full, not quick"),
+        ("{}", "holds no rows"),
+    ):
+        path.write_text(text)
+        refused = subprocess.run([*command, "--only", "draw"], capture_output=True, text=True)
+        assert refused.returncode
+        assert words in refused.stderr
+        assert path.read_text() == text
+
+
+def test_the_table_of_speeds_is_the_committed_one():
+    path = ROOT / "recipes" / "results" / "benchmark.json"
+    rows = json.loads(path.read_text())
+    assert [row["id"] for row in rows] == ROWS
+    assert {row["preset"] for row in rows} == {"full"}
+    text = (ROOT / "recipes" / "README.md").read_text()
+    for name in ("benchmark.json", "ternary.json"):
+        shown = subprocess.run(
+            [*BENCHMARK, "--show", path.with_name(name)], capture_output=True, text=True, check=True
+        )
+        assert shown.stdout in text
