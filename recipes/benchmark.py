@@ -449,21 +449,17 @@ class Benchmarks:
         new = self.size["generated"]
         config = copy.deepcopy(self.ticket_config)
         config.law = "signed_constant"
-        with saved(config) as (ticket, stock), torch.inference_mode():
-            folders = {kind: ticket if kind in FROM_TICKET else stock for kind in LOADERS}
-            memory, tokens = {}, {}
-            for kind in LOADERS:
-                memory[kind], tokens[kind] = in_fresh_process(memory_of_generation, folders[kind], kind, new)
-            models = {kind: LOADERS[kind](folders[kind]).eval() for kind in LOADERS}
-            steps = [generation(model, 1, new) for model in models.values()]
-            seconds = dict(zip(models, interleaved(steps, self.repeats), strict=True))
         baseline = "stock float32"
-        for kind in LOADERS:
-            same = "the same" if tokens[kind] == tokens[baseline] else "other"
-            if kind != baseline:
-                what = f"{kind}: {new} tokens, batch 1"
-                details = {"memory_ratio": memory[kind] / memory[baseline], "tokens": same}
-                yield kind, (what, "stock GPT-2, float32", None, [seconds[kind], seconds[baseline]], details)
+        with saved(config) as (ticket, stock), torch.inference_mode():
+            dense = generation(LOADERS[baseline](stock).eval(), 1, new)
+            dense_memory, dense_tokens = in_fresh_process(memory_of_generation, stock, baseline, new)
+            for kind in tqdm([kind for kind in LOADERS if kind != baseline], "ternary", leave=False):
+                folder = ticket if kind in FROM_TICKET else stock
+                memory, tokens = in_fresh_process(memory_of_generation, folder, kind, new)
+                pair = interleaved([generation(LOADERS[kind](folder).eval(), 1, new), dense], self.repeats)
+                same = "the same" if tokens == dense_tokens else "other"
+                details = {"memory_ratio": memory / dense_memory, "tokens": same}
+                yield kind, (f"{kind}: {new} tokens, batch 1", "stock GPT-2, float32", None, pair, details)
 
 
 ROWS = (
