@@ -285,7 +285,7 @@ class SupermaskGPT2PreTrainedModel(NamedMasks, PreTrainedModel):
         return ticket.to(self.device, self.dtype)
 
     def to_ternary(self):
-        """A ticket that computes with the signs of its weights: smaller and faster on a CPU, the same output.
+        """A ticket that computes with the signs of its weights: faster token by token on a CPU.
 
         For weights drawn as plus or minus a constant (`law="signed_constant"`); layers of another law or
         with trained values stay as they are. What it does is float32 arithmetic with exact weights, so logits
