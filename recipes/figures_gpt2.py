@@ -191,10 +191,10 @@ def settings_of(task: str, **changes: Any) -> tuple[tuple[str, Any], ...]:
 
 
 FACTORS = (1, 1.41, 2, 2.83, 4, 5.66, 8)  # powers of sqrt 2: n^(1/4) of 16, 64 and 256 are among them
-NO_NORM_FACTORS = (2, 2.83, 4, 5.66, 8, 11.3, 16)
-TEXT_FACTORS = (1, 1.5, 2, "paper", 3.5, 4, 5)
+NO_NORM_FACTORS = (2, 4, 8, 16, 32)
+TEXT_FACTORS = (1, 1.5, 2, "paper", 3.5, 4, 5)  # the paper's
 HEAD_WIDTHS = (16, 64, 256)
-DENSITIES = (0.05, 0.1, 0.3, 0.5, 0.7)
+DENSITIES = (0.05, 0.15, 0.3, 0.5)
 DENSE_WIDTHS = (32, 48, 64, 96, 128)
 ABLATIONS: dict[str, dict[str, Any]] = {
     "as nano: signed constant, density 0.5": {},
@@ -289,15 +289,15 @@ def plan_fig7(study: Study) -> Plan:
 PLANS: dict[str, Callable[[Study], Plan]] = {
     "recall": plan_recall,
     "no_norm": plan_no_norm,
-    "induction": plan_induction,
     "fig8": plan_fig8,
     "bytes": plan_bytes,
     "ablations": plan_ablations,
     "fig7": plan_fig7,
+    "induction": plan_induction,
 }
 STUDIES = {
     "cpu": Study(
-        {"recall": 5, "no_norm": 3, "induction": 3, "fig8": 3, "bytes": 1, "ablations": 2, "fig7": 1}
+        {"recall": 3, "no_norm": 2, "fig8": 2, "bytes": 1, "ablations": 1, "fig7": 1, "induction": 1}
     ),
     "quick": Study(
         dict.fromkeys(PLANS, 1),
@@ -509,20 +509,21 @@ def run_points(points: list[Point], records: Records, workers: int) -> None:
     """Measure what has no record yet, several at a time."""
     left = [point for point in points if point.id not in records.found]
     bar = tqdm(total=len(points), initial=len(points) - len(left), desc="study", unit="run")
-    if not left:
-        return bar.close()
     # A fresh interpreter for every worker: torch does not survive a fork with threads.
-    with bar, ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        waiting = {pool.submit(measure, point): point for point in left}
-        for future in as_completed(waiting):
+    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
+    try:
+        for future in as_completed([pool.submit(measure, point) for point in left]):
             record = future.result()
             if record is None:
-                pool.shutdown(cancel_futures=True)
-                raise SystemExit("interrupted; the same command goes on from here")
+                raise KeyboardInterrupt  # in a worker
             records.add(record)
             bar.update()
             bar.set_postfix_str(f"{record['id']}: {record['loss']:.3f}")
-    return None
+    except KeyboardInterrupt:
+        raise SystemExit("interrupted; the same command goes on from here") from None
+    finally:
+        bar.close()
+        pool.shutdown(cancel_futures=True)
 
 
 def repeat(point: Point, records: Records) -> int:
@@ -594,8 +595,14 @@ def draw_switching(column: Any, curves: dict[str, list[dict[str, Any]]], thresho
 
 
 def taken(record: dict[str, Any]) -> float:
-    """Steps until the task was solved; more than the run had, if it was not."""
-    return record["steps"] if record["solved"] else record["steps"] * 1.1
+    """Steps until the task was solved, on a line between two evaluations; all it had and a tenth if not."""
+    if not record["solved"]:
+        return record["settings"]["steps"] * 1.1
+    threshold = TASKS[record["task"]].solved or 0.0
+    (before, high), (after, low) = ([(0, math.nan), *record["curve"]])[-2:]
+    if math.isnan(high):
+        return after
+    return after - (after - before) * (threshold - low) / (high - low)
 
 
 def draw_recall(study: Study, records: Records, folder: Path) -> None:

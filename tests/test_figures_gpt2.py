@@ -102,6 +102,13 @@ def test_an_exercise_ends_when_it_is_solved(monkeypatch):
     assert record["steps"] == 2
 
 
+def test_the_step_of_the_switch_lies_between_two_evaluations():
+    record = {"task": "recall", "settings": {"steps": 400}, "solved": True, "curve": [[25, 2.0], [50, 0.3]]}
+    assert study.taken(record) == pytest.approx(25 + 25 * 1.5 / 1.7)  # where the line crosses 0.5
+    assert study.taken({**record, "solved": False}) > 400
+    assert study.taken({**record, "curve": [[25, 0.1]]}) == 25
+
+
 def test_sizes_of_a_ticket_and_of_stored_embeddings():
     changes = study.settings_of(
         "recall", steps=2, evaluate_every=2, embedding="trained", density=0.25, qk_scale=2
