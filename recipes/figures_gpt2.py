@@ -192,21 +192,19 @@ def settings_of(task: str, **changes: Any) -> tuple[tuple[str, Any], ...]:
 
 FACTORS = (1, 1.41, 2, 2.83, 4, 5.66, 8)  # powers of sqrt 2: n^(1/4) of 16, 64 and 256 are among them
 NO_NORM_FACTORS = (2, 4, 8, 16, 32)
-TEXT_FACTORS = (1, 1.5, 2, "paper", 3.5, 4, 5)  # the paper's
+PAPER_FACTORS = (1, 1.5, 2, "paper", 3.5, 4, 5)
+TEXT_FACTORS = (1, 2, "paper", 5)
 HEAD_WIDTHS = (16, 64, 256)
 DENSITIES = (0.05, 0.15, 0.3, 0.5)
-DENSE_WIDTHS = (32, 48, 64, 96, 128)
+DENSE_WIDTHS = (32, 48, 64, 96)
 ABLATIONS: dict[str, dict[str, Any]] = {
     "as nano: signed constant, density 0.5": {},
     "normal law": {"law": "normal"},
-    "uniform law (xavier)": {"law": "xavier_uniform"},
     "embeddings frozen": {"embedding": "frozen"},
     "embeddings trained": {"embedding": "trained"},
     "no width-aware scale": {"scale_with_width": False},
     "no LayerNorm": {"layer_norm": False},
-    "score rate 3e-3": {"learning_rate": 3e-3},
     "score rate 3e-2": {"learning_rate": 3e-2},
-    "SGD, rate 30": {"optimizer": "sgd", "learning_rate": 30.0},
     "dense": {"control": "dense"},
 }
 
@@ -223,7 +221,7 @@ class Study:
     densities: tuple[float, ...] = DENSITIES
     dense_widths: tuple[int, ...] = DENSE_WIDTHS
     ablations: tuple[str, ...] = tuple(ABLATIONS)
-    sizes: tuple[tuple[int, int], ...] = ((64, 1), (64, 2), (128, 1), (128, 2))  # figure 7: width, depth
+    sizes: tuple[tuple[int, int], ...] = ((64, 2), (128, 2))  # figure 7: width, depth
     shorter: dict[str, Any] = field(default_factory=dict)
 
     def points(self) -> list[Point]:
@@ -297,7 +295,7 @@ PLANS: dict[str, Callable[[Study], Plan]] = {
 }
 STUDIES = {
     "cpu": Study(
-        {"recall": 3, "no_norm": 2, "fig8": 2, "bytes": 1, "ablations": 1, "fig7": 1, "induction": 1}
+        {"recall": 3, "no_norm": 1, "fig8": 2, "bytes": 1, "ablations": 1, "fig7": 1, "induction": 1}
     ),
     "quick": Study(
         dict.fromkeys(PLANS, 1),
@@ -482,14 +480,19 @@ class Records:
 
     def __init__(self, path: Path, points: list[Point]) -> None:
         self.path = path
-        self.settings = {point.id: point.settings for point in points}
+        self.points = {point.id: point for point in points}
         stored = json.loads(path.read_text())["records"] if path.exists() else []
-        # A record of other settings than today's is of no use; its point is measured again.
-        self.found = {r["id"]: r for r in stored if self.settings.get(r["id"]) == r["settings"]}
+        self.found = {record["id"]: record for record in stored if self._is_current(record)}
+
+    def _is_current(self, record: dict[str, Any]) -> bool:
+        """Whether a record is what its point would give today; else the point is measured again."""
+        point = self.points.get(record["id"])
+        wanted = (point.settings, list(point.experiments)) if point else None
+        return wanted == (record["settings"], record["experiments"])
 
     def add(self, record: dict[str, Any]) -> None:
         self.found[record["id"]] = record
-        order = [self.found[name] for name in self.settings if name in self.found]
+        order = [self.found[name] for name in self.points if name in self.found]
         lines = ",\n".join(json.dumps(record) for record in order)
         environment = json.dumps(describe_environment())
         with replacing(self.path) as temporary:
@@ -575,23 +578,45 @@ def by(records: Iterable[dict[str, Any]], key: Callable[[dict[str, Any]], Any]) 
     return dict(sorted(groups.items()))
 
 
-def draw_switching(column: Any, curves: dict[str, list[dict[str, Any]]], threshold: float | None) -> None:
+def quickest_factor(records: Iterable[dict[str, Any]]) -> float | None:
+    """The bottom of a parabola through log steps over log factor, where all seeds solved their task."""
+    groups = {f: g for f, g in by(records, factor_of).items() if all(r["solved"] for r in g)}
+    if len(groups) < 4:
+        return None
+    steps = [statistics.mean(math.log(taken(record)) for record in group) for group in groups.values()]
+    a, b, _ = np.polyfit(np.log(list(groups)), steps, 2)
+    return math.exp(-b / (2 * a)) if a > 0 else None
+
+
+def draw_switching(column: Any, curves: dict[str, list[dict[str, Any]]]) -> None:
     """Above, the share of seeds that solve their task; below, the steps it takes them: median and seeds."""
     shares, steps = column
     for place, (label, records) in enumerate(curves.items()):
-        colour, marker = COLOURS[place], MARKERS[place]
+        style = {"color": COLOURS[place], "marker": MARKERS[place], "alpha": 0.8}
         groups = by(records, factor_of)
+        best = quickest_factor(records)
+        if best is not None:
+            label += f": quickest at {best:.1f}"
         share = [statistics.mean(record["solved"] for record in group) for group in groups.values()]
         # A seed that never solves it counts as one that takes longer than all: the median stands that.
         median = [statistics.median(taken(record) for record in group) for group in groups.values()]
-        shares.plot(list(groups), share, color=colour, marker=marker, label=label, alpha=0.8)
-        steps.plot(list(groups), median, color=colour, marker=marker, label=label, alpha=0.8)
+        shares.plot(list(groups), share, **style)
+        steps.plot(list(groups), median, label=label, **style)
         for factor, group in groups.items():
-            steps.plot([factor] * len(group), [taken(r) for r in group], ".", color=colour, alpha=0.35)
-    shares.set(ylabel=f"share of seeds below {threshold} nats", ylim=(-0.05, 1.05))
+            steps.plot(
+                [factor] * len(group), [taken(r) for r in group], ".", color=COLOURS[place], alpha=0.35
+            )
+    found = [record for records in curves.values() for record in records]
+    if not found:
+        return
+    shares.set(ylabel=f"share of seeds below {TASKS[found[0]['task']].solved} nats", ylim=(-0.05, 1.05))
     steps.set(ylabel="steps to get there, median", xlabel="factor on query and key weights")
+    steps.axhline(found[0]["settings"]["steps"], color="grey", linestyle="--", linewidth=1)
+    steps.legend(fontsize=8, title="above the dashes: not solved", title_fontsize=8)
     for axes in column:
         axes.set_xscale("log", base=2)
+        axes.set_xticks(sorted({factor_of(record) for record in found}))
+        axes.xaxis.set_major_formatter("{x:.3g}")
 
 
 def taken(record: dict[str, Any]) -> float:
@@ -611,19 +636,18 @@ def draw_recall(study: Study, records: Records, folder: Path) -> None:
     for column, (experiment, title) in zip(grid.T, titles.items(), strict=True):
         groups = by(records.of(experiment, control=None), lambda record: record["settings"]["n_qk"])
         curves = {f"head width {n}": group for n, group in groups.items()}
-        draw_switching(column, curves, TASKS["recall"].solved)
+        draw_switching(column, curves)
         for place, n in enumerate(groups):
             for axes in column:
                 axes.axvline(n**0.25, color=COLOURS[place], linestyle=":", linewidth=1)
         column[0].set_title(f"Recall {title} (dotted: n^(1/4))", loc="left", fontsize=10)
-    grid[0, 0].legend(fontsize=8)
     finish(figure, folder / "recall.png")
 
 
 def draw_induction(study: Study, records: Records, folder: Path) -> None:
     figure, (left, right, curves) = plt.subplots(1, 3, figsize=(13, 4))
     found = records.of("induction", control=None)
-    draw_switching((left, right), {"ticket": found}, TASKS["induction"].solved)
+    draw_switching((left, right), {"ticket": found})
     for place, (factor, group) in enumerate(by(found, factor_of).items()):
         for number, record in enumerate(group):
             label = f"factor {factor:g}" if number == 0 else None
@@ -745,7 +769,7 @@ def paper_commands() -> Iterator[tuple[Path, list[str]]]:
     launch = "accelerate launch --config_file recipes/accelerate/ddp.yaml recipes/train_gpt2_slt.py".split()
     widths = {"mini": 512, "small": 768, "medium": 1024}
     for model, width in widths.items():
-        runs = {f"factor{factor}": {"qk_scale": factor} for factor in TEXT_FACTORS}  # figure 8
+        runs = {f"factor{factor}": {"qk_scale": factor} for factor in PAPER_FACTORS}  # figure 8
         for times in (0.5, 1, 2):  # figure 7; heads stay 64 wide
             sizes = {"n_embd": int(width * times), "n_head": int(width * times) // 64}
             runs[f"x{times}-dense"] = {**sizes, "control": "dense"}
