@@ -2,6 +2,7 @@
 
     python recipes/figures_gpt2.py --preset quick     # a smoke test, under a minute
     python recipes/figures_gpt2.py --preset cpu       # the study in recipes/README.md, two cores
+    python recipes/figures_gpt2.py --preset long      # the same with more of everything, and induction: a day
     python recipes/figures_gpt2.py --preset paper     # the commands of the full study; --execute runs them
 
 Every point is one ordinary run of the training loop, on one thread, so that it can be repeated exactly:
@@ -10,7 +11,7 @@ Every point is one ordinary run of the training loop, on one thread, so that it 
 
 recall.png      recall, a task that only attention solves: which query/key factors let a mask be found, and
                 when, for several head widths, with and without LayerNorm
-induction.png   the same of repeated sequences, where two layers have to work together
+induction.png   the same of repeated sequences, where two layers have to work together (not in cpu)
 fig8.png        text: validation loss against the query/key factor
 bytes.png       text: validation loss against the bytes of the file, beside quantised dense models
 ablations.png   text: what each choice is worth
@@ -131,6 +132,7 @@ class Task:
 
     base: dict[str, Any]  # arguments of the training loop, by name
     solved: float | None = None  # the run ends when the validation loss is below this
+    half: float = 0.0  # half of what is known without attention: below it, a mask has switched
     exercise: Callable[..., Exercise] | None = None
     shape: dict[str, int] = field(default_factory=dict)  # arguments of `exercise`
     vocabulary: int = 0
@@ -150,12 +152,12 @@ TASKS = {
     "recall": Task(
         {**_EXERCISE, "n_layer": 1, "n_embd": 64, "n_inner": 64, "n_head": 2, "n_qk": 64, "n_v": 32,
          "block_size": 24, "steps": 400},
-        solved=0.5, exercise=make_recall, shape={"keys": 8, "values": 8}, vocabulary=80,
+        solved=0.5, half=math.log(8) / 2, exercise=make_recall, shape={"keys": 8, "values": 8}, vocabulary=80,
     ),
     "induction": Task(
         {**_EXERCISE, "n_layer": 2, "n_embd": 128, "n_inner": 128, "n_head": 2, "block_size": 64,
          "steps": 1000, "evaluate_every": 50},
-        solved=1.5, exercise=make_induction,
+        solved=1.5, half=math.log(32) / 2, exercise=make_induction,
         shape={"tokens": 32, "shortest": 10, "longest": 30, "length": 64}, vocabulary=32,
     ),
     "text": Task(
@@ -295,7 +297,14 @@ PLANS: dict[str, Callable[[Study], Plan]] = {
 }
 STUDIES = {
     "cpu": Study(
-        {"recall": 3, "no_norm": 1, "fig8": 2, "bytes": 1, "ablations": 1, "fig7": 1, "induction": 1}
+        {"recall": 3, "no_norm": 1, "fig8": 2, "bytes": 1, "ablations": 1, "fig7": 1, "induction": 0}
+    ),
+    "long": Study(
+        dict.fromkeys(PLANS, 5),
+        no_norm_factors=(2, 2.83, 4, 5.66, 8, 11.3, 16, 22.6),
+        text_factors=PAPER_FACTORS,
+        densities=(0.05, 0.1, 0.15, 0.3, 0.5, 0.7),
+        sizes=((64, 1), (64, 2), (128, 1), (128, 2), (128, 4), (256, 4)),
     ),
     "quick": Study(
         dict.fromkeys(PLANS, 1),
@@ -579,40 +588,43 @@ def by(records: Iterable[dict[str, Any]], key: Callable[[dict[str, Any]], Any]) 
 
 
 def quickest_factor(records: Iterable[dict[str, Any]]) -> float | None:
-    """The bottom of a parabola through log steps over log factor, where all seeds solved their task."""
-    groups = {f: g for f, g in by(records, factor_of).items() if all(r["solved"] for r in g)}
-    if len(groups) < 4:
+    """The bottom of a parabola through log steps over log factor, where all seeds switched."""
+    groups = {f: [taken(record) for record in group] for f, group in by(records, factor_of).items()}
+    points = [
+        (math.log(f), statistics.mean(map(math.log, g))) for f, g in groups.items() if max(g) < math.inf
+    ]
+    if len(points) < 4:
         return None
-    steps = [statistics.mean(math.log(taken(record)) for record in group) for group in groups.values()]
-    a, b, _ = np.polyfit(np.log(list(groups)), steps, 2)
+    a, b, _ = np.polyfit(*zip(*points, strict=True), 2)
     return math.exp(-b / (2 * a)) if a > 0 else None
 
 
 def draw_switching(column: Any, curves: dict[str, list[dict[str, Any]]]) -> None:
-    """Above, the share of seeds that solve their task; below, the steps it takes them: median and seeds."""
+    """Above, the share of seeds that switch; below, the steps it takes them: median and seeds."""
     shares, steps = column
-    for place, (label, records) in enumerate(curves.items()):
-        style = {"color": COLOURS[place], "marker": MARKERS[place], "alpha": 0.8}
-        groups = by(records, factor_of)
-        best = quickest_factor(records)
-        if best is not None:
-            label += f": quickest at {best:.1f}"
-        share = [statistics.mean(record["solved"] for record in group) for group in groups.values()]
-        # A seed that never solves it counts as one that takes longer than all: the median stands that.
-        median = [statistics.median(taken(record) for record in group) for group in groups.values()]
-        shares.plot(list(groups), share, **style)
-        steps.plot(list(groups), median, label=label, **style)
-        for factor, group in groups.items():
-            steps.plot(
-                [factor] * len(group), [taken(r) for r in group], ".", color=COLOURS[place], alpha=0.35
-            )
     found = [record for records in curves.values() for record in records]
     if not found:
         return
-    shares.set(ylabel=f"share of seeds below {TASKS[found[0]['task']].solved} nats", ylim=(-0.05, 1.05))
+    longest = found[0]["settings"]["steps"]
+    for place, (label, records) in enumerate(curves.items()):
+        style = {"color": COLOURS[place], "marker": MARKERS[place], "alpha": 0.8}
+        # A seed that never switches is drawn above all that do: a median stands that.
+        groups = {f: [min(taken(r), longest * 1.1) for r in g] for f, g in by(records, factor_of).items()}
+        best = quickest_factor(records)
+        if best is not None:
+            label += f": quickest at {best:.1f}"
+        share = [statistics.mean(step <= longest for step in group) for group in groups.values()]
+        shares.plot(list(groups), share, **style)
+        steps.plot(
+            list(groups), [statistics.median(group) for group in groups.values()], label=label, **style
+        )
+        for factor, group in groups.items():
+            steps.plot([factor] * len(group), group, ".", color=COLOURS[place], alpha=0.35)
+    half = TASKS[found[0]["task"]].half
+    shares.set(ylabel=f"share of seeds below {half:.2f} nats", ylim=(-0.05, 1.05))
     steps.set(ylabel="steps to get there, median", xlabel="factor on query and key weights")
-    steps.axhline(found[0]["settings"]["steps"], color="grey", linestyle="--", linewidth=1)
-    steps.legend(fontsize=8, title="above the dashes: not solved", title_fontsize=8)
+    steps.axhline(longest, color="grey", linestyle="--", linewidth=1)
+    steps.legend(fontsize=8, title="above the dashes: never", title_fontsize=8, loc="upper center")
     for axes in column:
         axes.set_xscale("log", base=2)
         axes.set_xticks(sorted({factor_of(record) for record in found}))
@@ -620,14 +632,14 @@ def draw_switching(column: Any, curves: dict[str, list[dict[str, Any]]]) -> None
 
 
 def taken(record: dict[str, Any]) -> float:
-    """Steps until the task was solved, on a line between two evaluations; all it had and a tenth if not."""
-    if not record["solved"]:
-        return record["settings"]["steps"] * 1.1
-    threshold = TASKS[record["task"]].solved or 0.0
-    (before, high), (after, low) = ([(0, math.nan), *record["curve"]])[-2:]
-    if math.isnan(high):
-        return after
-    return after - (after - before) * (threshold - low) / (high - low)
+    """Steps until a mask had switched, on a line between two evaluations; infinite if it never did."""
+    half = TASKS[record["task"]].half
+    before, high = 0, math.nan
+    for step, loss in record["curve"]:
+        if loss < half:
+            return step if math.isnan(high) else step - (step - before) * (half - loss) / (high - loss)
+        before, high = step, loss
+    return math.inf
 
 
 def draw_recall(study: Study, records: Records, folder: Path) -> None:
@@ -824,8 +836,8 @@ def main() -> int:
         print("\n".join(point.id for point in chosen))
         return 0
     run_points(chosen, records, args.workers)
-    figures = args.out / "figures" / ("quick" if args.preset == "quick" else "")
-    for draw in dict.fromkeys(DRAWINGS[experiment] for experiment in args.only):
+    figures = args.out / "figures" / ("" if args.preset == "cpu" else args.preset)
+    for draw in dict.fromkeys(DRAWINGS[experiment] for experiment in args.only if study.seeds[experiment]):
         draw(study, records, figures)
     return 0
 

@@ -103,10 +103,23 @@ def test_an_exercise_ends_when_it_is_solved(monkeypatch):
 
 
 def test_the_step_of_the_switch_lies_between_two_evaluations():
-    record = {"task": "recall", "settings": {"steps": 400}, "solved": True, "curve": [[25, 2.0], [50, 0.3]]}
-    assert study.taken(record) == pytest.approx(25 + 25 * 1.5 / 1.7)  # where the line crosses 0.5
-    assert study.taken({**record, "solved": False}) > 400
+    half = math.log(8) / 2
+    record = {"task": "recall", "curve": [[25, half + 1], [50, half - 0.25], [75, half + 1]]}
+    assert study.taken(record) == pytest.approx(45)  # where the line crosses half
+    assert study.taken({**record, "curve": [[25, half + 1], [50, half]]}) == math.inf
     assert study.taken({**record, "curve": [[25, 0.1]]}) == 25
+
+
+def test_the_quickest_factor_is_the_bottom_of_a_parabola():
+    def record(factor):
+        step = 100 * math.exp((math.log(factor) - math.log(3)) ** 2)
+        settings = {"qk_scale": factor, "n_qk": 64}
+        return {"task": "recall", "settings": settings, "curve": [[step, 0.1]]}
+
+    assert study.quickest_factor([record(f) for f in (1, 2, 4, 8)]) == pytest.approx(3)
+    never = {**record(16), "curve": [[100, 2.0]]}  # has no place on the parabola
+    assert study.quickest_factor([*(record(f) for f in (1, 2, 4, 8)), never]) == pytest.approx(3)
+    assert study.quickest_factor([record(f) for f in (1, 2, 4)]) is None
 
 
 def test_sizes_of_a_ticket_and_of_stored_embeddings():
