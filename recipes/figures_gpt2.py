@@ -207,7 +207,8 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "no width-aware scale": {"scale_with_width": False},
     "no LayerNorm": {"layer_norm": False},
     "score rate 3e-2": {"learning_rate": 3e-2},
-    "dense": {"control": "dense"},
+    "dense, rate 1e-3": {"control": "dense", "weight_learning_rate": 1e-3},
+    "dense, rate 3e-3": {"control": "dense"},
 }
 
 
@@ -222,6 +223,8 @@ class Study:
     head_widths: tuple[int, ...] = HEAD_WIDTHS
     densities: tuple[float, ...] = DENSITIES
     dense_widths: tuple[int, ...] = DENSE_WIDTHS
+    dense_rates: tuple[float, ...] = (1e-3, 3e-3)
+    longer: tuple[int, ...] = (900,)
     ablations: tuple[str, ...] = tuple(ABLATIONS)
     sizes: tuple[tuple[int, int], ...] = ((64, 2), (128, 2))  # figure 7: width, depth
     shorter: dict[str, Any] = field(default_factory=dict)
@@ -271,7 +274,13 @@ def plan_bytes(study: Study) -> Plan:
         yield "text", {"density": density, "qk_scale": "paper"}
         yield "text", {"density": density, "qk_scale": "paper", "embedding": "trained"}
     for width in study.dense_widths:
-        yield "text", {"control": "dense", "n_embd": width}
+        for rate in study.dense_rates:  # each width at the rate that suits it: a fair opponent
+            yield "text", {"control": "dense", "n_embd": width, "weight_learning_rate": rate}
+    for steps in study.longer:  # a small dense model is quicker by the step: let it have more of them
+        yield "text", {"qk_scale": "paper", "steps": steps}
+        for rate in study.dense_rates:
+            changes = {"steps": steps, "weight_learning_rate": rate}
+            yield "text", {"control": "dense", "n_embd": study.dense_widths[-2], **changes}
 
 
 def plan_ablations(study: Study) -> Plan:
@@ -314,6 +323,8 @@ STUDIES = {
         head_widths=(16,),
         densities=(0.5,),
         dense_widths=(64,),
+        dense_rates=(3e-3,),
+        longer=(),
         ablations=("normal law",),
         sizes=((64, 1),),
         shorter={"steps": 3, "evaluate_every": 2, "n_embd": 32, "n_layer": 1, "batch_size": 4},
@@ -692,28 +703,39 @@ def draw_fig8(study: Study, records: Records, folder: Path) -> None:
 
 
 def draw_bytes(study: Study, records: Records, folder: Path) -> None:
+    """Lines join what is as long in training as the base; larger marks were trained for longer."""
     figure, axes = plt.subplots(figsize=(8, 5))
-    dense = records.of("bytes", control="dense")
-    masked = [r for r in records.of("bytes", control=None) if r["settings"].get("embedding") is None]
-    trained = records.of("bytes", embedding="trained")
-    curves: list[tuple[str, list, int]] = [("ticket, all masked", masked, 0)]
-    curves += [(f"ticket, embeddings in {bits} bits", trained, bits) for bits in (8, 4)]
-    curves += [(f"dense, {bits} bits", dense, bits) for bits in (16, 8, 4)]
+    tickets = records.of("bytes", control=None)
+    curves: list[tuple[str, list, int]] = [
+        ("ticket, all masked", [r for r in tickets if "embedding" not in r["settings"]], 0),
+        *((f"ticket, embeddings in {b} bits", records.of("bytes", embedding="trained"), b) for b in (8, 4)),
+        *((f"dense, {bits} bits", records.of("bytes", control="dense"), bits) for bits in (16, 8, 4)),
+    ]
+    usual = min((record["steps"] for record in tickets), default=0)
     for place, (label, found, bits) in enumerate(curves):
-        forms = sorted(
-            (form["bytes"] / 1000, form["loss"])
+        style: dict[str, Any] = {"color": COLOURS[place], "marker": MARKERS[place]}
+        forms = [
+            (r["steps"], f["bytes"] / 1000, f["loss"])
             for r in found
-            for form in r["stored"]
-            if form["bits"] == bits
-        )
-        line = "--" if label.startswith("dense") else "-"
-        if forms:
-            axes.plot(
-                *zip(*forms, strict=True), line, color=COLOURS[place], marker=MARKERS[place], label=label
-            )
+            for f in r["stored"]
+            if f["bits"] == bits
+        ]
+        best: dict[tuple[int, float], float] = {}  # of several rates
+        for steps, size, loss in forms:
+            best[steps, size] = min(loss, best.get((steps, size), math.inf))
+        line = sorted((size, loss) for (steps, size), loss in best.items() if steps == usual)
+        if line:
+            dashes = "--" if label.startswith("dense") else "-"
+            axes.plot(*zip(*line, strict=True), dashes, label=label, **style)
+        for (steps, size), loss in best.items():
+            if steps != usual:
+                axes.plot(size, loss, markersize=11, markerfacecolor="none", linestyle="", **style)
+                axes.annotate(f"{steps} steps", (size, loss), (8, -3), textcoords="offset points", fontsize=7)
     axes.set(xlabel="kilobytes (masks at log2 C(n, k) bits)", ylabel="validation loss (nats per token)")
     axes.set_xscale("log")
-    axes.set_title("Equal bytes: tickets over density, dense models over width", loc="left", fontsize=10)
+    axes.set_title(
+        f"Equal bytes after {usual} steps: tickets over density, dense over width", loc="left", fontsize=10
+    )
     axes.legend(fontsize=8)
     finish(figure, folder / "bytes.png")
 
@@ -722,7 +744,9 @@ def draw_ablations(study: Study, records: Records, folder: Path) -> None:
     figure, axes = plt.subplots(figsize=(8, 0.4 * len(study.ablations) + 1.2))
     rows = []
     for name in study.ablations:
-        changes = ABLATIONS[name] if name == "dense" else {"qk_scale": "paper", **ABLATIONS[name]}
+        changes = ABLATIONS[name]
+        if "control" not in changes:
+            changes = {"qk_scale": "paper", **changes}
         wanted = settings_of("text", **{**changes, **study.shorter})
         losses = [
             r["best_loss"]
