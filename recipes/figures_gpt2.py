@@ -223,7 +223,7 @@ class Study:
     head_widths: tuple[int, ...] = HEAD_WIDTHS
     densities: tuple[float, ...] = DENSITIES
     dense_widths: tuple[int, ...] = DENSE_WIDTHS
-    dense_rates: tuple[float, ...] = (1e-3, 3e-3)
+    dense_rates: tuple[float, ...] = (1e-3, 3e-3, 1e-2)
     longer: tuple[int, ...] = (900,)
     ablations: tuple[str, ...] = tuple(ABLATIONS)
     sizes: tuple[tuple[int, int], ...] = ((64, 2), (128, 2))  # figure 7: width, depth
@@ -278,9 +278,10 @@ def plan_bytes(study: Study) -> Plan:
             yield "text", {"control": "dense", "n_embd": width, "weight_learning_rate": rate}
     for steps in study.longer:  # a small dense model is quicker by the step: let it have more of them
         yield "text", {"qk_scale": "paper", "steps": steps}
-        for rate in study.dense_rates:
-            changes = {"steps": steps, "weight_learning_rate": rate}
-            yield "text", {"control": "dense", "n_embd": study.dense_widths[-2], **changes}
+        for width in study.dense_widths[1:3]:
+            for rate in study.dense_rates[:2]:
+                changes = {"steps": steps, "weight_learning_rate": rate}
+                yield "text", {"control": "dense", "n_embd": width, **changes}
 
 
 def plan_ablations(study: Study) -> Plan:
@@ -733,6 +734,9 @@ def draw_bytes(study: Study, records: Records, folder: Path) -> None:
                 axes.annotate(f"{steps} steps", (size, loss), (8, -3), textcoords="offset points", fontsize=7)
     axes.set(xlabel="kilobytes (masks at log2 C(n, k) bits)", ylabel="validation loss (nats per token)")
     axes.set_xscale("log")
+    axes.set_xticks([20, 50, 100, 200, 500], minor=False)
+    axes.set_xticks([], minor=True)
+    axes.xaxis.set_major_formatter("{x:g}")
     axes.set_title(
         f"Equal bytes after {usual} steps: tickets over density, dense over width", loc="left", fontsize=10
     )
@@ -766,7 +770,7 @@ def draw_ablations(study: Study, records: Records, folder: Path) -> None:
         )
     axes.set_yticks(range(len(rows)), [name for name, _ in reversed(rows)])
     axes.set_xlabel("validation loss (nats per token), one dot a seed")
-    axes.margins(x=0.1)
+    axes.margins(x=0.15)
     finish(figure, folder / "ablations.png")
 
 
