@@ -48,9 +48,12 @@ class Batches:
                 rows = streamed[start : start + self.batch_size]
             else:  # only this process's share is read
                 places = range(first + start, first + start + self.batch_size)
-                rows = [self.blocks[self._index(place)]["input_ids"] for place in places]
-            ids = torch.from_numpy(np.stack(rows)).to(self.device)
-            yield {"input_ids": ids, "labels": ids}
+                rows = [self.blocks[self._index(place)] for place in places]
+            # A block names its own labels: -100 where a token is not to be learned.
+            yield {
+                name: torch.from_numpy(np.stack([row[name] for row in rows])).to(self.device)
+                for name in ("input_ids", "labels")
+            }
 
     def _index(self, place: int) -> int:
         epoch, place = divmod(place, len(self.blocks))
@@ -58,13 +61,13 @@ class Batches:
             self._epoch, self._order = epoch, block_order(self.seed, epoch, len(self.blocks))
         return int(self._order[place])
 
-    def _from_stream(self, first: int) -> list[np.ndarray]:
+    def _from_stream(self, first: int) -> list[dict[str, np.ndarray]]:
         if self._stream is None:
             self._stream = self._endless()
         for _ in islice(self._stream, first - self._streamed):  # resumed: read past what was seen
             pass
         self._streamed = first + self.width
-        return [row["input_ids"] for row in islice(self._stream, self.width)]
+        return list(islice(self._stream, self.width))
 
     def _endless(self) -> Iterator[dict]:
         while True:
@@ -77,5 +80,5 @@ def validation_batches(
     """The share of this process; all take equally many batches, what is over has labels of -100."""
     for start in range(0, len(blocks), accelerator.num_processes * size):
         rows = start + accelerator.process_index * size + np.arange(size)
-        ids = blocks[np.minimum(rows, len(blocks) - 1)]["input_ids"]
-        yield {"input_ids": ids, "labels": np.where((rows < len(blocks))[:, None], ids, -100)}
+        batch = blocks[np.minimum(rows, len(blocks) - 1)]
+        yield {**batch, "labels": np.where((rows < len(blocks))[:, None], batch["labels"], -100)}

@@ -137,16 +137,19 @@ def build_optimizer(model: nn.Module, run: RunArguments) -> torch.optim.Optimize
 
 
 class Run:
-    """One run, set up: `loop` trains, `finish` writes what is to be shared."""
+    """One run, set up: `loop` trains, `finish` writes what is to be shared.
 
-    def __init__(self, arguments: Arguments) -> None:
+    A corpus that is given takes the place of the text that the arguments name.
+    """
+
+    def __init__(self, arguments: Arguments, corpus: Corpus | None = None) -> None:
         self.arguments, self.run, self.seed = arguments, arguments.run, arguments.model.seed
         self.folder = Path(self.run.output_dir)
         self.accelerator = Accelerator(
             mixed_precision=self.run.mixed_precision, log_with=self.run.log_with, project_dir=str(self.folder)
         )
         with self.accelerator.main_process_first():  # it tokenises, the others read its cache
-            self.corpus = load_blocks(arguments.data)
+            self.corpus = corpus or load_blocks(arguments.data)
         self.accelerator.print(self.corpus.summary())
         self.batches = Batches(
             self.corpus.train, self.seed, self.run.batch_size, self.run.accumulation, self.accelerator

@@ -208,6 +208,20 @@ def test_validation_counts_every_block_once(processes):
     assert sorted(labels[labels >= 0]) == list(range(14))
 
 
+def test_a_block_may_name_tokens_that_are_not_learned():
+    class SecondHalf(TokenBlocks):
+        def __getitem__(self, index):
+            ids = super().__getitem__(index)["input_ids"]
+            return {"input_ids": ids, "labels": np.where(np.arange(4) < 2, -100, ids)}
+
+    blocks = SecondHalf(np.arange(20).reshape(5, 4).astype(np.uint16), 20)
+    (batch,) = Batches(blocks, 0, 3, 1, FakeProcesses(0, 1)).of_step(0)
+    assert (batch["labels"][:, :2] == -100).all()
+    assert torch.equal(batch["labels"][:, 2:], batch["input_ids"][:, 2:])
+    labels = np.concatenate([b["labels"] for b in validation_batches(blocks, 2, FakeProcesses(0, 1))]).ravel()
+    assert sorted(labels[labels >= 0]) == [4 * row + column for row in range(5) for column in (2, 3)]
+
+
 def test_streaming_reads_the_same_text(arguments):
     run = Run(arguments("--streaming", "true", "--steps", "3"))
     stored = load_blocks(arguments().data).train

@@ -1,0 +1,874 @@
+"""Does the query/key scale find better tickets? Figures 7 and 8 of arXiv 2511.04217, and more.
+
+    python recipes/figures_gpt2.py --preset quick     # a smoke test, under a minute
+    python recipes/figures_gpt2.py --preset cpu       # the study in recipes/README.md, two cores
+    python recipes/figures_gpt2.py --preset long      # the same with more of everything, and induction: a day
+    python recipes/figures_gpt2.py --preset paper     # the commands of the full study; --execute runs them
+
+Every point is one ordinary run of the training loop, on one thread, so that it can be repeated exactly:
+
+    python recipes/figures_gpt2.py --preset cpu --point "recall qk_scale=2 seed=1"
+
+recall.png      recall, a task that only attention solves: which query/key factors let a mask be found, and
+                when, for several head widths, with and without LayerNorm
+induction.png   the same of repeated sequences, where two layers have to work together (not in cpu)
+fig8.png        text: validation loss against the query/key factor
+bytes.png       text: validation loss against the bytes of the file, beside quantised dense models
+ablations.png   text: what each choice is worth
+fig7.png        text: validation loss against non-zero parameters
+
+Records go to results/gpt2_<preset>.json as they come; a study that was cut short goes on from there.
+"""
+
+import argparse
+import contextlib
+import copy
+import io
+import json
+import math
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field, fields
+from functools import cache
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"  # sums in one order: a point then repeats to the last bit
+
+import matplotlib
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from hf_slt.arguments import Arguments, ModelArguments, RunArguments
+from hf_slt.batches import validation_batches
+from hf_slt.data import Corpus, DataArguments, TokenBlocks, load_blocks
+from hf_slt.evaluation import evaluate_blocks
+from hf_slt.files import replacing
+from hf_slt.hub import describe_environment
+from hf_slt.plots import COLOURS, MARKERS
+from hf_slt.ticket import MASK_FILE, Header, read_header
+from hf_slt.training import Run
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+HERE = Path(__file__).parent
+UNSOLVED = -100  # the label of a token that is not to be predicted
+
+# -- tasks that only attention solves ---------------------------------------------------------------
+
+
+class Exercise(TokenBlocks):
+    """Sequences of which only the tokens in `asked` (length,) are to be predicted."""
+
+    def __init__(self, array: np.ndarray, asked: np.ndarray) -> None:
+        super().__init__(array.astype(np.uint16), array.size)  # bits per byte are then bits per token
+        self.asked = asked
+
+    def __getitem__(self, index: Any) -> dict[str, np.ndarray]:
+        ids = super().__getitem__(index)["input_ids"]
+        return {"input_ids": ids, "labels": np.where(self.asked, ids, UNSOLVED)}
+
+
+def make_induction(count: int, seed: int, tokens: int, shortest: int, longest: int, length: int) -> Exercise:
+    """Random sequences that repeat with a period in shortest..longest; asked is the second half.
+
+    Who finds an earlier place of the present token and looks at what came after it can go on. That takes
+    two layers: one tells each place the token before it, the other looks for the present token there.
+    """
+    rng = np.random.default_rng(seed)
+    period = rng.integers(shortest, longest + 1, (count, 1))
+    motif = rng.integers(0, tokens, (count, longest))
+    return Exercise(
+        np.take_along_axis(motif, np.arange(length) % period, axis=1), np.arange(length) >= length // 2
+    )
+
+
+def make_recall(count: int, seed: int, keys: int, values: int) -> Exercise:
+    """Pairs of a key and a value, one token each, then every key with its value as the answer asked for.
+
+        pair k*values + v, ... in any order | question k, answer v, question k', answer v', ...
+
+    One layer of attention is enough: the question looks for the pairs of its key, and takes the value.
+    Without attention all values are alike: ln(values) nats.
+    """
+    rng = np.random.default_rng(seed)
+    value = rng.integers(0, values, (count, keys))
+    order, questions = (rng.permuted(np.tile(np.arange(keys), (count, 1)), axis=1) for _ in range(2))
+    pairs = order * values + np.take_along_axis(value, order, axis=1)
+    answers = np.take_along_axis(value, questions, axis=1)
+    asked = np.stack([keys * values + questions, keys * values + keys + answers], axis=2)
+    place = np.arange(3 * keys)
+    return Exercise(
+        np.concatenate([pairs, asked.reshape(count, -1)], axis=1),
+        (place >= keys) & ((place - keys) % 2 == 1),
+    )
+
+
+def numbers_tokenizer(size: int) -> Any:
+    """Tokens that are called 0, 1, 2, ...: the loop stores a tokenizer beside every model."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    numbers = Tokenizer(models.WordLevel({str(token): token for token in range(size)}, unk_token="0"))
+    return PreTrainedTokenizerFast(tokenizer_object=numbers, unk_token="0", eos_token="0")
+
+
+# -- points -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Task:
+    """What all runs on some data have in common."""
+
+    base: dict[str, Any]  # arguments of the training loop, by name
+    solved: float | None = None  # the run ends when the validation loss is below this
+    half: float = 0.0  # half of what is known without attention: below it, a mask has switched
+    exercise: Callable[..., Exercise] | None = None
+    shape: dict[str, int] = field(default_factory=dict)  # arguments of `exercise`
+    vocabulary: int = 0
+
+
+_COMMON = {
+    "scale_with_width": True,
+    "density": 0.5,
+    "learning_rate": 1e-2,
+    "weight_learning_rate": 3e-3,
+    "warmup_steps": 30,
+    "save_every": 0,
+}
+# Rates stay level in exercises: when a task is solved then does not depend on the steps allowed for it.
+_EXERCISE = {**_COMMON, "law": "normal", "rate_floor": 1.0, "batch_size": 32, "evaluate_every": 25}
+TASKS = {
+    "recall": Task(
+        {**_EXERCISE, "n_layer": 1, "n_embd": 64, "n_inner": 64, "n_head": 2, "n_qk": 64, "n_v": 32,
+         "block_size": 24, "steps": 400},
+        solved=0.5, half=math.log(8) / 2, exercise=make_recall, shape={"keys": 8, "values": 8}, vocabulary=80,
+    ),
+    "induction": Task(
+        {**_EXERCISE, "n_layer": 2, "n_embd": 128, "n_inner": 128, "n_head": 2, "block_size": 64,
+         "steps": 1000, "evaluate_every": 50},
+        solved=1.5, half=math.log(32) / 2, exercise=make_induction,
+        shape={"tokens": 32, "shortest": 10, "longest": 30, "length": 64}, vocabulary=32,
+    ),
+    "text": Task(
+        {**_COMMON, "law": "signed_constant", "n_layer": 2, "n_embd": 128, "n_head": 2, "vocab_size": 1024,
+         "block_size": 64, "batch_size": 16, "steps": 300, "validation_blocks": 256, "evaluate_every": 100},
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run: a task, what differs from its base, a seed; and the experiments that draw it."""
+
+    task: str
+    changes: tuple[tuple[str, Any], ...]
+    seed: int
+    experiments: tuple[str, ...]
+
+    @property
+    def id(self) -> str:
+        changes = (f"{name}={value}" for name, value in self.changes)
+        return " ".join([self.task, *changes, f"seed={self.seed}"])
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {**TASKS[self.task].base, **dict(self.changes), "seed": self.seed}
+
+
+def settings_of(task: str, **changes: Any) -> tuple[tuple[str, Any], ...]:
+    """Changes in one order, without those that change nothing."""
+    base = TASKS[task].base
+    return tuple((name, value) for name, value in sorted(changes.items()) if base.get(name) != value)
+
+
+FACTORS = (1, 1.41, 2, 2.83, 4, 5.66, 8)  # powers of sqrt 2: n^(1/4) of 16, 64 and 256 are among them
+NO_NORM_FACTORS = (2, 4, 8, 16, 32)
+PAPER_FACTORS = (1, 1.5, 2, "paper", 3.5, 4, 5)
+TEXT_FACTORS = (1, 2, "paper", 5)
+HEAD_WIDTHS = (16, 64, 256)
+DENSITIES = (0.05, 0.15, 0.3, 0.5)
+DENSE_WIDTHS = (32, 48, 64, 96)
+ABLATIONS: dict[str, dict[str, Any]] = {
+    "as nano: signed constant, density 0.5": {},
+    "normal law": {"law": "normal"},
+    "embeddings frozen": {"embedding": "frozen"},
+    "embeddings trained": {"embedding": "trained"},
+    "no width-aware scale": {"scale_with_width": False},
+    "no LayerNorm": {"layer_norm": False},
+    "score rate 3e-2": {"learning_rate": 3e-2},
+    "dense, rate 1e-3": {"control": "dense", "weight_learning_rate": 1e-3},
+    "dense, rate 3e-3": {"control": "dense"},
+}
+
+
+@dataclass(frozen=True)
+class Study:
+    """How much of every experiment a preset runs: seeds, and what the base of a task is changed to."""
+
+    seeds: dict[str, int]
+    factors: tuple = FACTORS
+    no_norm_factors: tuple = NO_NORM_FACTORS
+    text_factors: tuple = TEXT_FACTORS
+    head_widths: tuple[int, ...] = HEAD_WIDTHS
+    densities: tuple[float, ...] = DENSITIES
+    dense_widths: tuple[int, ...] = DENSE_WIDTHS
+    dense_rates: tuple[float, ...] = (1e-3, 3e-3, 1e-2)
+    longer: tuple[int, ...] = (900,)
+    ablations: tuple[str, ...] = tuple(ABLATIONS)
+    sizes: tuple[tuple[int, int], ...] = ((64, 2), (128, 2))  # figure 7: width, depth
+    shorter: dict[str, Any] = field(default_factory=dict)
+
+    def points(self) -> list[Point]:
+        """Every run of the study, the most telling first; one that several experiments ask for only once."""
+        found: dict[tuple, list[str]] = {}
+        for experiment, plan in PLANS.items():
+            for seed in range(self.seeds[experiment]):  # a study cut short has all settings of a seed
+                for task, changes in plan(self):
+                    key = (task, settings_of(task, **{**changes, **self.shorter}), seed)
+                    found.setdefault(key, []).append(experiment)
+        return [Point(*key, tuple(dict.fromkeys(names))) for key, names in found.items()]
+
+
+Plan = Iterator[tuple[str, dict[str, Any]]]
+
+
+def plan_recall(study: Study) -> Plan:
+    for width in study.head_widths:
+        for factor in study.factors:
+            yield "recall", {"n_qk": width, "qk_scale": factor}
+    yield "recall", {"control": "dense", "n_qk": None, "n_v": None}
+
+
+def plan_no_norm(study: Study) -> Plan:
+    # Without LayerNorm to amplify them, embeddings of GPT-2's size leave queries, keys and logits near zero.
+    for width in study.head_widths:
+        for factor in study.no_norm_factors:
+            changes = {"layer_norm": False, "embedding_range": 0.05}
+            yield "recall", {"n_qk": width, "qk_scale": factor, **changes}
+
+
+def plan_induction(study: Study) -> Plan:
+    for factor in study.factors[:-1]:
+        yield "induction", {"qk_scale": factor}
+    yield "induction", {"control": "dense"}
+
+
+def plan_fig8(study: Study) -> Plan:
+    for factor in study.text_factors:
+        yield "text", {"qk_scale": factor}
+
+
+def plan_bytes(study: Study) -> Plan:
+    for density in study.densities:
+        yield "text", {"density": density, "qk_scale": "paper"}
+        yield "text", {"density": density, "qk_scale": "paper", "embedding": "trained"}
+    for width in study.dense_widths:
+        for rate in study.dense_rates:  # each width at the rate that suits it: a fair opponent
+            yield "text", {"control": "dense", "n_embd": width, "weight_learning_rate": rate}
+    for steps in study.longer:  # a small dense model is quicker by the step: let it have more of them
+        yield "text", {"qk_scale": "paper", "steps": steps}
+        for width in study.dense_widths[1:3]:
+            for rate in study.dense_rates[:2]:
+                changes = {"steps": steps, "weight_learning_rate": rate}
+                yield "text", {"control": "dense", "n_embd": width, **changes}
+
+
+def plan_ablations(study: Study) -> Plan:
+    for name in study.ablations:
+        changes = ABLATIONS[name]
+        yield "text", changes if "control" in changes else {"qk_scale": "paper", **changes}
+
+
+def plan_fig7(study: Study) -> Plan:
+    for width, depth in study.sizes:
+        for kind in ({"control": "dense"}, {"qk_scale": 1}, {"qk_scale": "paper"}):
+            yield "text", {"n_embd": width, "n_layer": depth, **kind}
+
+
+PLANS: dict[str, Callable[[Study], Plan]] = {
+    "recall": plan_recall,
+    "no_norm": plan_no_norm,
+    "fig8": plan_fig8,
+    "bytes": plan_bytes,
+    "ablations": plan_ablations,
+    "fig7": plan_fig7,
+    "induction": plan_induction,
+}
+STUDIES = {
+    "cpu": Study(
+        {"recall": 3, "no_norm": 1, "fig8": 2, "bytes": 1, "ablations": 1, "fig7": 1, "induction": 0}
+    ),
+    "long": Study(
+        dict.fromkeys(PLANS, 5),
+        no_norm_factors=(2, 2.83, 4, 5.66, 8, 11.3, 16, 22.6),
+        text_factors=PAPER_FACTORS,
+        densities=(0.05, 0.1, 0.15, 0.3, 0.5, 0.7),
+        sizes=((64, 1), (64, 2), (128, 1), (128, 2), (128, 4), (256, 4)),
+    ),
+    "quick": Study(
+        dict.fromkeys(PLANS, 1),
+        factors=(1, 2.83, 4),
+        no_norm_factors=(8,),
+        text_factors=(1, "paper"),
+        head_widths=(16,),
+        densities=(0.5,),
+        dense_widths=(64,),
+        dense_rates=(3e-3,),
+        longer=(),
+        ablations=("normal law",),
+        sizes=((64, 1),),
+        shorter={"steps": 3, "evaluate_every": 2, "n_embd": 32, "n_layer": 1, "batch_size": 4},
+    ),
+}
+
+
+# -- one run ----------------------------------------------------------------------------------------
+
+
+class UntilSolved(Run):
+    """A run that ends when the validation loss is below `solved`."""
+
+    solved = -math.inf
+
+    def look(self) -> bool:
+        improved = super().look()
+        if self.best is not None and self.best[1] < self.solved:
+            self.steps = self.done
+        return improved
+
+
+def arguments_of(settings: dict[str, Any], folder: str) -> Arguments:
+    """Settings, by the names of the command line, as arguments of the training loop."""
+    settings = {**settings, "output_dir": folder}
+    if "qk_scale" in settings:
+        settings["qk_scale"] = str(settings["qk_scale"])
+    groups: list[Any] = []
+    for group in (ModelArguments, DataArguments, RunArguments):
+        names = {item.name for item in fields(group)} & settings.keys()
+        groups.append(group(**{name: settings.pop(name) for name in names}))
+    if settings:
+        raise ValueError(f"no such arguments: {', '.join(settings)}")
+    return Arguments(*groups)
+
+
+@cache
+def exercise_corpus(task: str, count: int) -> Corpus:
+    """Fresh sequences for every step, the same for every seed but for their order."""
+    made = TASKS[task]
+    assert made.exercise is not None
+    train, validation = made.exercise(count, 1, **made.shape), made.exercise(256, 2, **made.shape)
+    return Corpus(train, validation, numbers_tokenizer(made.vocabulary), task, f"{task} {count} {made.shape}")
+
+
+@cache
+def text_corpus(vocab_size: int, block_size: int, validation_blocks: int | None) -> Corpus:
+    """The embedded corpus."""
+    return load_blocks(
+        DataArguments(vocab_size=vocab_size, block_size=block_size, validation_blocks=validation_blocks)
+    )
+
+
+def corpus_of(point: Point, arguments: Arguments) -> Corpus:
+    if TASKS[point.task].exercise:
+        return exercise_corpus(point.task, arguments.run.steps * arguments.run.batch_size)
+    data = arguments.data
+    return text_corpus(data.vocab_size, data.block_size, data.validation_blocks)
+
+
+def measure(point: Point) -> dict[str, Any] | None:
+    """Run a point; its record, or None if a signal ended it."""
+    torch.set_num_threads(1)
+    started = time.process_time()
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        arguments = arguments_of(point.settings, folder)
+        with contextlib.redirect_stderr(io.StringIO()):  # the bar of the study is enough
+            run = UntilSolved(arguments, corpus_of(point, arguments))
+            run.solved = TASKS[point.task].solved or -math.inf
+            if not run.loop():
+                return None
+            report = run.finish()
+        curve = [(r["step"], r["loss"]) for r in run.log.records if r["kind"] == "evaluation"]
+        record = {
+            "id": point.id,
+            "experiments": list(point.experiments),
+            "task": point.task,
+            "settings": point.settings,
+            "seed": point.seed,
+            "steps": report["steps"],
+            "loss": report["loss"],
+            "best_loss": report["best_loss"],
+            "solved": None if run.solved == -math.inf else report["best_loss"] < run.solved,
+            "curve": curve,
+            **sizes_of(Path(report["saved"])),
+        }
+        if "bytes" in point.experiments:
+            record["stored"] = stored_forms(run, record["mask_bytes"])
+        return record | {"text": report["text"], "seconds": round(time.process_time() - started, 1)}
+
+
+# -- sizes ------------------------------------------------------------------------------------------
+
+
+def entropy_bytes(size: int, kept: int) -> float:
+    """Bytes to name one of the masks that keep `kept` of `size` weights: log2 C(size, kept) / 8.
+
+    >>> round(8 * entropy_bytes(4, 2), 12) == round(math.log2(6), 12)
+    True
+    """
+    ln = math.lgamma(size + 1) - math.lgamma(kept + 1) - math.lgamma(size - kept + 1)
+    return ln / math.log(2) / 8
+
+
+def sizes_of(folder: Path) -> dict[str, Any]:
+    """Non-zero parameters and bytes of a saved ticket or dense model."""
+    file_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    if (folder / MASK_FILE).exists():
+        header: Header = read_header(folder / MASK_FILE)
+        entries = list(header.tensors.values())
+        nonzero = sum(entry.kept if entry.kept is not None else entry.size for entry in entries)
+        masks = sum(entropy_bytes(entry.size, entry.kept) for entry in entries if entry.kept is not None)
+        return {"nonzero": nonzero, "file_bytes": file_bytes, "mask_bytes": math.ceil(masks)}
+    from safetensors.numpy import load_file
+
+    arrays = [array for path in folder.glob("*.safetensors") for array in load_file(path).values()]
+    return {"nonzero": sum(array.size for array in arrays), "file_bytes": file_bytes, "mask_bytes": 0}
+
+
+GROUP = 64  # values that share a scale
+
+
+def quantise(values: torch.Tensor, bits: int) -> tuple[torch.Tensor, int]:
+    """Values as integers of `bits` bits, times a float16 scale per group, give them back; and the bytes.
+
+    integer = round(value / scale),  scale = largest |value| of the group / (2^(bits - 1) - 1)
+    """
+    largest = 2 ** (bits - 1) - 1
+    flat = torch.nn.functional.pad(values.reshape(-1), (0, -values.numel() % GROUP)).view(-1, GROUP)
+    scales = (flat.abs().amax(dim=1, keepdim=True) / largest).half().float().clamp(min=2.0**-24)
+    whole = (flat / scales).round().clamp(-largest, largest)
+    back = (whole * scales).view(-1)[: values.numel()].view_as(values)
+    return back, math.ceil(values.numel() * bits / 8) + 2 * len(scales)
+
+
+def store_trained(model: torch.nn.Module, bits: int) -> int:
+    """Round the trained weights of a model as if stored in `bits` bits each; the bytes they take.
+
+    Matrices are quantised below 16 bits; vectors (gains, biases) always stay float16.
+    """
+    total = 0
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("scores"):
+                continue
+            if bits < 16 and weight.dim() == 2:
+                back, size = quantise(weight, bits)
+            else:
+                back, size = weight.half().float(), 2 * weight.numel()
+            weight.copy_(back)
+            total += size
+    return total
+
+
+def stored_forms(run: Run, mask_bytes: int) -> list[dict[str, Any]]:
+    """Bytes and loss with the trained weights in 16, 8 and 4 bits, beside masks at their entropy."""
+    whole = run.accelerator.unwrap_model(run.model)
+    trained = [name for name, _ in whole.named_parameters() if not name.endswith("scores")]
+    forms = []
+    for bits in (16, 8, 4) if trained else (0,):
+        model = copy.deepcopy(whole)
+        size = mask_bytes + store_trained(model, bits)
+        batches = validation_batches(run.corpus.validation, run.run.batch_size, run.accelerator)
+        forms.append({"bits": bits, "bytes": size, "loss": evaluate_blocks(model, batches)["loss"]})
+    return forms
+
+
+# -- the study --------------------------------------------------------------------------------------
+
+
+class Records:
+    """The records of a study, in a file that is whole after every point."""
+
+    def __init__(self, path: Path, points: list[Point]) -> None:
+        self.path = path
+        self.points = {point.id: point for point in points}
+        stored = json.loads(path.read_text())["records"] if path.exists() else []
+        self.found = {record["id"]: record for record in stored if self._is_current(record)}
+
+    def _is_current(self, record: dict[str, Any]) -> bool:
+        """Whether a record is what its point would give today; else the point is measured again."""
+        point = self.points.get(record["id"])
+        wanted = (point.settings, list(point.experiments)) if point else None
+        return wanted == (record["settings"], record["experiments"])
+
+    def add(self, record: dict[str, Any]) -> None:
+        self.found[record["id"]] = record
+        order = [self.found[name] for name in self.points if name in self.found]
+        lines = ",\n".join(json.dumps(record) for record in order)
+        environment = json.dumps(describe_environment())
+        with replacing(self.path) as temporary:
+            temporary.write_text(f'{{"environment": {environment},\n"records": [\n{lines}\n]}}\n')
+
+    def of(self, experiment: str, **wanted: Any) -> list[dict[str, Any]]:
+        """Records of an experiment whose settings are as wanted; None stands for "not set"."""
+        return [
+            record
+            for record in self.found.values()
+            if experiment in record["experiments"]
+            and all(record["settings"].get(name) == value for name, value in wanted.items())
+        ]
+
+
+def run_points(points: list[Point], records: Records, workers: int) -> None:
+    """Measure what has no record yet, several at a time."""
+    left = [point for point in points if point.id not in records.found]
+    bar = tqdm(total=len(points), initial=len(points) - len(left), desc="study", unit="run")
+    # A fresh interpreter for every worker: torch does not survive a fork with threads.
+    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
+    try:
+        for future in as_completed([pool.submit(measure, point) for point in left]):
+            record = future.result()
+            if record is None:
+                raise KeyboardInterrupt  # in a worker
+            records.add(record)
+            bar.update()
+            bar.set_postfix_str(f"{record['id']}: {record['loss']:.3f}")
+    except KeyboardInterrupt:
+        raise SystemExit("interrupted; the same command goes on from here") from None
+    finally:
+        bar.close()
+        pool.shutdown(cancel_futures=True)
+
+
+def repeat(point: Point, records: Records) -> int:
+    """Run one point again and compare it with its record; 0 if every loss is the same to the last bit."""
+    known, record = records.found.get(point.id), measure(point)
+    if record is None:
+        return 1
+    print(f"{point.id}: loss {record['loss']!r} after {record['steps']} steps, {record['seconds']} s")
+    if known is None:
+        print("no record of it yet")
+        return 0
+    same = json.loads(json.dumps(record))["curve"] == known["curve"]
+    print("the same as recorded" if same else f"recorded: {known['loss']!r} after {known['steps']} steps")
+    return 0 if same else 1
+
+
+# -- figures ----------------------------------------------------------------------------------------
+
+
+def mean_and_spread(losses: list[float]) -> tuple[float, float]:
+    """Mean and standard deviation over seeds; of one seed the latter is 0."""
+    return statistics.mean(losses), statistics.stdev(losses) if len(losses) > 1 else 0.0
+
+
+def finish(figure: Any, path: Path) -> None:
+    for axes in figure.axes:
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=150)
+    plt.close(figure)
+    print(f"drew {path}")
+
+
+def factor_of(record: dict[str, Any]) -> float:
+    """The query/key factor of a record as a number."""
+    settings = record["settings"]
+    width = settings.get("n_qk") or settings["n_embd"] // settings["n_head"]
+    factor = settings["qk_scale"]
+    return width**0.25 if factor == "paper" else float(factor)
+
+
+def by(records: Iterable[dict[str, Any]], key: Callable[[dict[str, Any]], Any]) -> dict[Any, list]:
+    """Records in groups, in the order of their key."""
+    groups: dict[Any, list] = {}
+    for record in records:
+        groups.setdefault(key(record), []).append(record)
+    return dict(sorted(groups.items()))
+
+
+def quickest_factor(records: Iterable[dict[str, Any]]) -> float | None:
+    """The bottom of a parabola through log steps over log factor, where all seeds switched."""
+    groups = {f: [taken(record) for record in group] for f, group in by(records, factor_of).items()}
+    points = [
+        (math.log(f), statistics.mean(map(math.log, g))) for f, g in groups.items() if max(g) < math.inf
+    ]
+    if len(points) < 4:
+        return None
+    a, b, _ = np.polyfit(*zip(*points, strict=True), 2)
+    return math.exp(-b / (2 * a)) if a > 0 else None
+
+
+def draw_switching(column: Any, curves: dict[str, list[dict[str, Any]]]) -> None:
+    """Above, the share of seeds that switch; below, the steps it takes them: median and seeds."""
+    shares, steps = column
+    found = [record for records in curves.values() for record in records]
+    if not found:
+        return
+    longest = found[0]["settings"]["steps"]
+    for place, (label, records) in enumerate(curves.items()):
+        style = {"color": COLOURS[place], "marker": MARKERS[place], "alpha": 0.8}
+        # A seed that never switches is drawn above all that do: a median stands that.
+        groups = {f: [min(taken(r), longest * 1.1) for r in g] for f, g in by(records, factor_of).items()}
+        best = quickest_factor(records)
+        if best is not None:
+            label += f": quickest at {best:.1f}"
+        share = [statistics.mean(step <= longest for step in group) for group in groups.values()]
+        shares.plot(list(groups), share, **style)
+        steps.plot(
+            list(groups), [statistics.median(group) for group in groups.values()], label=label, **style
+        )
+        for factor, group in groups.items():
+            steps.plot([factor] * len(group), group, ".", color=COLOURS[place], alpha=0.35)
+    half = TASKS[found[0]["task"]].half
+    shares.set(ylabel=f"share of seeds below {half:.2f} nats", ylim=(-0.05, 1.05))
+    steps.set(ylabel="steps to get there, median", xlabel="factor on query and key weights")
+    steps.axhline(longest, color="grey", linestyle="--", linewidth=1)
+    steps.legend(fontsize=8, title="above the dashes: never", title_fontsize=8, loc="upper center")
+    for axes in column:
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sorted({factor_of(record) for record in found}))
+        axes.xaxis.set_major_formatter("{x:.3g}")
+
+
+def taken(record: dict[str, Any]) -> float:
+    """Steps until a mask had switched, on a line between two evaluations; infinite if it never did."""
+    half = TASKS[record["task"]].half
+    before, high = 0, math.nan
+    for step, loss in record["curve"]:
+        if loss < half:
+            return step if math.isnan(high) else step - (step - before) * (half - loss) / (high - loss)
+        before, high = step, loss
+    return math.inf
+
+
+def draw_recall(study: Study, records: Records, folder: Path) -> None:
+    figure, grid = plt.subplots(2, 2, figsize=(10, 6.5), sharey="row")
+    titles = {"recall": "with LayerNorm", "no_norm": "without LayerNorm"}
+    for column, (experiment, title) in zip(grid.T, titles.items(), strict=True):
+        groups = by(records.of(experiment, control=None), lambda record: record["settings"]["n_qk"])
+        curves = {f"head width {n}": group for n, group in groups.items()}
+        draw_switching(column, curves)
+        for place, n in enumerate(groups):
+            for axes in column:
+                axes.axvline(n**0.25, color=COLOURS[place], linestyle=":", linewidth=1)
+        column[0].set_title(f"Recall {title} (dotted: n^(1/4))", loc="left", fontsize=10)
+    finish(figure, folder / "recall.png")
+
+
+def draw_induction(study: Study, records: Records, folder: Path) -> None:
+    figure, (left, right, curves) = plt.subplots(1, 3, figsize=(13, 4))
+    found = records.of("induction", control=None)
+    draw_switching((left, right), {"ticket": found})
+    for place, (factor, group) in enumerate(by(found, factor_of).items()):
+        for number, record in enumerate(group):
+            label = f"factor {factor:g}" if number == 0 else None
+            curves.plot(*zip(*record["curve"], strict=True), color=f"C{place}", alpha=0.8, label=label)
+    for number, record in enumerate(records.of("induction", control="dense")):
+        label = "dense" if number == 0 else None
+        curves.plot(*zip(*record["curve"], strict=True), color="black", linestyle="--", label=label)
+    curves.set(xlabel="optimizer step", ylabel="validation loss (nats per token)")
+    curves.legend(fontsize=8)
+    finish(figure, folder / "induction.png")
+
+
+def draw_fig8(study: Study, records: Records, folder: Path) -> None:
+    figure, axes = plt.subplots(figsize=(6.5, 4.2))
+    groups = by(records.of("fig8"), factor_of)
+    for factor, group in groups.items():
+        axes.plot([factor] * len(group), [r["best_loss"] for r in group], ".", color=COLOURS[0], alpha=0.4)
+    means, spreads = zip(
+        *(mean_and_spread([r["best_loss"] for r in g]) for g in groups.values()), strict=True
+    )
+    axes.errorbar(list(groups), means, spreads, color=COLOURS[0], marker="o", capsize=3)
+    record = records.of("fig8")[0]
+    sizes, seeds = record["settings"], max(map(len, groups.values()))
+    axes.axvline((sizes["n_embd"] // sizes["n_head"]) ** 0.25, color="grey", linestyle=":", label="n^(1/4)")
+    axes.set(xlabel="factor on query and key weights", ylabel="validation loss (nats per token)")
+    shape = f"{sizes['n_layer']} x {sizes['n_embd']}, {record['steps']} steps, {seeds} seeds"
+    axes.set_title(f"Text, {shape}: mean and std", loc="left", fontsize=10)
+    axes.legend()
+    finish(figure, folder / "fig8.png")
+
+
+def draw_bytes(study: Study, records: Records, folder: Path) -> None:
+    """Lines join what is as long in training as the base; larger marks were trained for longer."""
+    figure, axes = plt.subplots(figsize=(8, 5))
+    tickets = records.of("bytes", control=None)
+    curves: list[tuple[str, list, int]] = [
+        ("ticket, all masked", [r for r in tickets if "embedding" not in r["settings"]], 0),
+        *((f"ticket, embeddings in {b} bits", records.of("bytes", embedding="trained"), b) for b in (8, 4)),
+        *((f"dense, {bits} bits", records.of("bytes", control="dense"), bits) for bits in (16, 8, 4)),
+    ]
+    usual = min((record["steps"] for record in tickets), default=0)
+    for place, (label, found, bits) in enumerate(curves):
+        style: dict[str, Any] = {"color": COLOURS[place], "marker": MARKERS[place]}
+        forms = [
+            (r["steps"], f["bytes"] / 1000, f["loss"])
+            for r in found
+            for f in r["stored"]
+            if f["bits"] == bits
+        ]
+        best: dict[tuple[int, float], float] = {}  # of several rates
+        for steps, size, loss in forms:
+            best[steps, size] = min(loss, best.get((steps, size), math.inf))
+        line = sorted((size, loss) for (steps, size), loss in best.items() if steps == usual)
+        if line:
+            dashes = "--" if label.startswith("dense") else "-"
+            axes.plot(*zip(*line, strict=True), dashes, label=label, **style)
+        for (steps, size), loss in best.items():
+            if steps != usual:
+                axes.plot(size, loss, markersize=11, markerfacecolor="none", linestyle="", **style)
+                axes.annotate(f"{steps} steps", (size, loss), (8, -3), textcoords="offset points", fontsize=7)
+    axes.set(xlabel="kilobytes (masks at log2 C(n, k) bits)", ylabel="validation loss (nats per token)")
+    axes.set_xscale("log")
+    axes.set_xticks([20, 50, 100, 200, 500], minor=False)
+    axes.set_xticks([], minor=True)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_title(
+        f"Equal bytes after {usual} steps: tickets over density, dense over width", loc="left", fontsize=10
+    )
+    axes.legend(fontsize=8)
+    finish(figure, folder / "bytes.png")
+
+
+def draw_ablations(study: Study, records: Records, folder: Path) -> None:
+    figure, axes = plt.subplots(figsize=(8, 0.4 * len(study.ablations) + 1.2))
+    rows = []
+    for name in study.ablations:
+        changes = ABLATIONS[name]
+        if "control" not in changes:
+            changes = {"qk_scale": "paper", **changes}
+        wanted = settings_of("text", **{**changes, **study.shorter})
+        losses = [
+            r["best_loss"]
+            for r in records.of("ablations")
+            if {**TASKS["text"].base, **dict(wanted), "seed": r["seed"]} == r["settings"]
+        ]
+        if losses:
+            rows.append((name, losses))
+    for place, (_, losses) in enumerate(reversed(rows)):
+        axes.plot(losses, [place] * len(losses), "o", color=COLOURS[0], alpha=0.7)
+        axes.annotate(
+            f"{statistics.mean(losses):.3f}",
+            (max(losses), place),
+            (8, -3),
+            textcoords="offset points",
+            fontsize=8,
+        )
+    axes.set_yticks(range(len(rows)), [name for name, _ in reversed(rows)])
+    axes.set_xlabel("validation loss (nats per token), one dot a seed")
+    axes.margins(x=0.15)
+    finish(figure, folder / "ablations.png")
+
+
+def draw_fig7(study: Study, records: Records, folder: Path) -> None:
+    figure, axes = plt.subplots(figsize=(6.5, 4.2))
+    kinds = {
+        "trained model": records.of("fig7", control="dense"),
+        "ticket, factor 1": records.of("fig7", qk_scale=1),
+        "ticket, factor n^(1/4)": records.of("fig7", qk_scale="paper"),
+    }
+    for place, (label, found) in enumerate(kinds.items()):
+        groups = by(found, lambda record: record["nonzero"])
+        losses = [statistics.mean(r["best_loss"] for r in group) for group in groups.values()]
+        axes.plot(list(groups), losses, color=COLOURS[place], marker=MARKERS[place], label=label)
+    axes.set(xlabel="non-zero parameters", ylabel="validation loss (nats per token)", xscale="log")
+    axes.legend()
+    finish(figure, folder / "fig7.png")
+
+
+DRAWINGS: dict[str, Callable[[Study, Records, Path], None]] = {
+    "recall": draw_recall,
+    "no_norm": draw_recall,
+    "induction": draw_induction,
+    "fig8": draw_fig8,
+    "bytes": draw_bytes,
+    "ablations": draw_ablations,
+    "fig7": draw_fig7,
+}
+
+
+# -- the paper's own size ---------------------------------------------------------------------------
+
+
+def paper_commands() -> Iterator[tuple[Path, list[str]]]:
+    """The runs of figures 7 and 8 on WikiText-103: the folder of each and its command."""
+    launch = "accelerate launch --config_file recipes/accelerate/ddp.yaml recipes/train_gpt2_slt.py".split()
+    widths = {"mini": 512, "small": 768, "medium": 1024}
+    for model, width in widths.items():
+        runs = {f"factor{factor}": {"qk_scale": factor} for factor in PAPER_FACTORS}  # figure 8
+        for times in (0.5, 1, 2):  # figure 7; heads stay 64 wide
+            sizes = {"n_embd": int(width * times), "n_head": int(width * times) // 64}
+            runs[f"x{times}-dense"] = {**sizes, "control": "dense"}
+            if times != 1:
+                runs[f"x{times}-factor1"] = {**sizes, "qk_scale": 1}
+                runs[f"x{times}-factorpaper"] = {**sizes, "qk_scale": "paper"}
+        for name, changes in runs.items():
+            for seed in range(3):
+                folder = Path("runs/paper") / f"{model}-{name}-seed{seed}"
+                options = {**changes, "seed": seed, "output_dir": folder, "resume": "true"}
+                words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
+                yield folder, [*launch, "--config", f"recipes/{model}.yaml", *words]
+
+
+def run_paper(execute: bool) -> int:
+    """Print the commands of the paper's study, or run those that have no report yet."""
+    for folder, command in paper_commands():
+        if not execute:
+            print(shlex.join(command))
+        elif not (folder / "report.json").exists() and (code := subprocess.run(command).returncode):
+            return code
+    return 0
+
+
+# -- command line -----------------------------------------------------------------------------------
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--preset", choices=(*STUDIES, "paper"), default="quick")
+    parser.add_argument("--only", choices=PLANS, nargs="+", default=list(PLANS), help="experiments to make")
+    parser.add_argument("--point", metavar="ID", help="run one point again and compare it with its record")
+    parser.add_argument("--list", action="store_true", help="print the id of every point and stop")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes, one per core")
+    parser.add_argument("--out", type=Path, default=HERE, help="folder of results/ and figures/")
+    parser.add_argument("--execute", action="store_true", help="with paper: run the commands, not only print")
+    args = parser.parse_args()
+    if args.preset == "paper":
+        return run_paper(args.execute)
+    study = STUDIES[args.preset]
+    points = study.points()
+    records = Records(args.out / "results" / f"gpt2_{args.preset}.json", points)
+    if args.point:
+        named = {point.id: point for point in points}
+        if args.point not in named:
+            parser.error(f"no point {args.point!r}; --list names them all")
+        return repeat(named[args.point], records)
+    chosen = [point for point in points if set(point.experiments) & set(args.only)]
+    if args.list:
+        print("\n".join(point.id for point in chosen))
+        return 0
+    run_points(chosen, records, args.workers)
+    figures = args.out / "figures" / ("" if args.preset == "cpu" else args.preset)
+    for draw in dict.fromkeys(DRAWINGS[experiment] for experiment in args.only if study.seeds[experiment]):
+        draw(study, records, figures)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
