@@ -110,7 +110,10 @@ def test_links_and_commands_name_files_that_are_there(page):
     options = set(re.findall(r"--([a-z][a-z_]+) ", "\n".join(re.findall(r"```bash\n(.*?)```", page, re.S))))
     from hf_slt.arguments import Arguments
 
-    known = {*Arguments().flat(), *"config encoding figure file help only output point preset".split()}
+    known = {
+        *Arguments().flat(),
+        *"config encoding figure file help json only output point preset repeats show".split(),
+    }
     assert options <= known, options - known
 
 
