@@ -126,14 +126,16 @@ def push_ticket(
     commit_description: str | None = None,
     create_pr: bool = False,
     token: str | bool | None = None,
-    **unused,
+    tags: list[str] | None = None,
+    max_shard_size: int | str | None = None,
 ) -> str:
     """Upload a ticket's folder, after checking it; returns the address of the commit, or of the request.
 
     encoding: how the uploaded file stores its masks; by default as the folder's.
     private: of a new repository; None takes the owner's default.
     revision: branch to push to, made if it is not there; by default main.
-    Other options that transformers passes on (shard sizes, tags) mean nothing here.
+    tags: more tags for the card.
+    max_shard_size: transformers passes it on; a ticket is one file, whatever it is.
     """
     header = verify_ticket(folder)
     api = HfApi(token=token)
@@ -150,6 +152,10 @@ def push_ticket(
             card.write_text(named, "utf-8")
         else:
             write_card(stage, name=repo_id)
+        if tags:
+            tagged = ModelCard.load(card)
+            tagged.data.tags = list(dict.fromkeys([*(tagged.data.tags or []), *tags]))
+            tagged.save(card)
         names = {*TICKET_FILES, *_code_files(Path(stage))}
         files = [path for path in sorted(Path(stage).iterdir()) if path.name in names]
         # of an earlier push: would be loaded in place of the masks

@@ -174,9 +174,16 @@ import sys
 exec(sys.argv[1])
 print(model.active_mask)
 model.set_mask("default")
-print(model.push_to_hub("me/small", encoding="entropy", private=True, commit_message="Smaller"))
+options = {"private": True, "commit_message": "Smaller", "tags": ["tiny"]}
+print(model.push_to_hub("me/small", encoding="entropy", **options))
 model.generation_config.max_new_tokens = 7
 model.push_to_hub("me/small", encoding="entropy", revision="short")
+try:
+    model.push_to_hub("me/small", privat=True)
+except TypeError as error:
+    assert "privat" in str(error)
+else:
+    raise AssertionError("a misspelled option was taken")
 SupermaskGPT2LMHeadModel.from_pretrained("runs/scores").push_to_hub("me/training")
 """
 
@@ -227,6 +234,9 @@ def test_options_of_a_push(shared):
     assert re.fullmatch(r"[0-9a-f]{8}", digest)
     assert hub.commits("me/private") == ["By hand"]
     assert hub.commits("me/small") == ["Smaller"]
+    card = hub.files("me/small")["README.md"].data.decode()
+    assert "- tiny\n" in card
+    assert "- supermask\n" in card
     assert hub.commits("me/ticket", "v2")[-1] == hub.commits("me/poems")[-1] != f"Ticket {digest}"
     used, small = shared.answers["push"].split()
     assert used == "poems"
