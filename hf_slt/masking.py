@@ -171,8 +171,13 @@ def sample_stride(size: int) -> int:
     return round(size ** (1 / 3))
 
 
+def piece_size(tensor: Tensor) -> int:
+    """How many values to work on at a time."""
+    return _CHUNK if tensor.device.type == "cpu" else _MOST
+
+
 def _chunks(flat: Tensor) -> tuple[Tensor, ...]:
-    return flat.split(_CHUNK if flat.device.type == "cpu" else _MOST)
+    return flat.split(piece_size(flat))
 
 
 def _eights(flags: Tensor) -> Tensor:

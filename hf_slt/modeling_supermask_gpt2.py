@@ -50,6 +50,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .configuration_supermask_gpt2 import SupermaskGPT2Config
+from .cross_entropy import causal_lm_loss
 from .entropy import decode_masks  # noqa: F401  older transformers copy to their cache only what is named here
 from .files import staged
 from .layers import Part, SupermaskEmbedding, SupermaskHead, SupermaskLayer, SupermaskLinear, TernaryLayer
@@ -694,6 +695,7 @@ class SupermaskGPT2LMHeadModel(SupermaskGPT2PreTrainedModel, GenerationMixin):
             self.lm_head = SupermaskHead(config, "lm_head", config.vocab_size)
         # By family, as the class name does not tell: else Trainer scales the loss by (length - 1) / length.
         self.loss_type = "ForCausalLM"
+        self.loss_function = causal_lm_loss  # that very loss, in less time and memory
         self.post_init()
 
     @can_return_tuple

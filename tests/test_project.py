@@ -18,7 +18,7 @@ README = (ROOT / "README.md").read_text()
 ORDER = """
 random_weights files entropy quantisation subset_sum attention_hessian
 masking ticket
-configuration_supermask_gpt2 mask_algebra
+configuration_supermask_gpt2 mask_algebra cross_entropy
 layers
 named_masks
 modeling_supermask_gpt2
