@@ -2,7 +2,7 @@
 
     python recipes/figures_gpt2.py --preset quick     # a smoke test, under a minute
     python recipes/figures_gpt2.py --preset cpu       # the study in recipes/README.md, two cores
-    python recipes/figures_gpt2.py --preset long      # the same with more of everything, and induction: a day
+    python recipes/figures_gpt2.py --preset long      # the same with more of everything: a day
     python recipes/figures_gpt2.py --preset paper     # the commands of the full study; --execute runs them
 
 Every point is one ordinary run of the training loop, on one thread, so that it can be repeated exactly:
@@ -11,8 +11,8 @@ Every point is one ordinary run of the training loop, on one thread, so that it 
 
 recall.png      recall, a task that only attention solves: which query/key factors let a mask be found, and
                 when, for several head widths, with and without LayerNorm
-induction.png   the same of repeated sequences, where two layers have to work together (not in cpu)
-fig8.png        text: validation loss against the query/key factor
+induction.png   the same of repeated sequences, where two layers have to work together
+fig8.png        text: validation loss against the query/key factor, also after more steps
 bytes.png       text: validation loss against the bytes of the file, beside quantised dense models
 ablations.png   text: what each choice is worth
 fig7.png        text: validation loss against non-zero parameters
@@ -28,6 +28,7 @@ import json
 import math
 import os
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -37,7 +38,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, fields
 from functools import cache
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any
 
@@ -155,10 +156,12 @@ TASKS = {
         solved=0.5, half=math.log(8) / 2, exercise=make_recall, shape={"keys": 8, "values": 8}, vocabulary=80,
     ),
     "induction": Task(
-        {**_EXERCISE, "n_layer": 2, "n_embd": 128, "n_inner": 128, "n_head": 2, "block_size": 64,
+        {**_EXERCISE, "n_layer": 2, "n_embd": 128, "n_inner": 128, "n_head": 2, "n_qk": 64, "n_v": 64,
+         "embedding_range": 0.01, "learning_rate": 3e-3, "block_size": 32,
          "steps": 1000, "evaluate_every": 50},
-        solved=1.5, half=math.log(32) / 2, exercise=make_induction,
-        shape={"tokens": 32, "shortest": 10, "longest": 30, "length": 64}, vocabulary=32,
+        # Who knows the tokens of the period, but not their order, has the mean of ln(period): twice this.
+        solved=0.75, half=sum(map(math.log, range(4, 13))) / 18, exercise=make_induction,
+        shape={"tokens": 32, "shortest": 4, "longest": 12, "length": 32}, vocabulary=32,
     ),
     "text": Task(
         {**_COMMON, "law": "signed_constant", "n_layer": 2, "n_embd": 128, "n_head": 2, "vocab_size": 1024,
@@ -195,18 +198,25 @@ def settings_of(task: str, **changes: Any) -> tuple[tuple[str, Any], ...]:
 FACTORS = (1, 1.41, 2, 2.83, 4, 5.66, 8)  # powers of sqrt 2: n^(1/4) of 16, 64 and 256 are among them
 NO_NORM_FACTORS = (2, 4, 8, 16, 32)
 PAPER_FACTORS = (1, 1.5, 2, "paper", 3.5, 4, 5)
-TEXT_FACTORS = (1, 2, "paper", 5)
 HEAD_WIDTHS = (16, 64, 256)
-DENSITIES = (0.05, 0.15, 0.3, 0.5)
+DENSITIES = (0.05, 0.15, 0.3, 0.5, 0.7)
 DENSE_WIDTHS = (32, 48, 64, 96)
+KINDS: tuple[dict[str, Any], ...] = ({"control": "dense"}, {"qk_scale": 1}, {"qk_scale": "paper"})  # figure 7
 ABLATIONS: dict[str, dict[str, Any]] = {
     "as nano: signed constant, density 0.5": {},
     "normal law": {"law": "normal"},
+    "uniform law, U[-1, 1]": {"law": "uniform"},
+    "xavier uniform law": {"law": "xavier_uniform"},
+    "density 0.7": {"density": 0.7},
+    "density 0.3": {"density": 0.3},
     "embeddings frozen": {"embedding": "frozen"},
     "embeddings trained": {"embedding": "trained"},
     "no width-aware scale": {"scale_with_width": False},
     "no LayerNorm": {"layer_norm": False},
+    "score rate 3e-3": {"learning_rate": 3e-3},  # with AdamW also: first scores 3 times as large
     "score rate 3e-2": {"learning_rate": 3e-2},
+    "SGD, rate 1": {"optimizer": "sgd", "learning_rate": 1.0},
+    "SGD, rate 10": {"optimizer": "sgd", "learning_rate": 10.0},
     "dense, rate 1e-3": {"control": "dense", "weight_learning_rate": 1e-3},
     "dense, rate 3e-3": {"control": "dense"},
 }
@@ -219,25 +229,32 @@ class Study:
     seeds: dict[str, int]
     factors: tuple = FACTORS
     no_norm_factors: tuple = NO_NORM_FACTORS
-    text_factors: tuple = TEXT_FACTORS
+    text_factors: tuple = PAPER_FACTORS
     head_widths: tuple[int, ...] = HEAD_WIDTHS
     densities: tuple[float, ...] = DENSITIES
     dense_widths: tuple[int, ...] = DENSE_WIDTHS
     dense_rates: tuple[float, ...] = (1e-3, 3e-3, 1e-2)
-    longer: tuple[int, ...] = (900,)
+    longer: tuple[int, ...] = (900, 2700)
     ablations: tuple[str, ...] = tuple(ABLATIONS)
-    sizes: tuple[tuple[int, int], ...] = ((64, 2), (128, 2))  # figure 7: width, depth
+    sizes: tuple[tuple[int, int], ...] = ((64, 2), (128, 2), (128, 4))  # figure 7: width, depth
     shorter: dict[str, Any] = field(default_factory=dict)
 
     def points(self) -> list[Point]:
-        """Every run of the study, the most telling first; one that several experiments ask for only once."""
-        found: dict[tuple, list[str]] = {}
-        for experiment, plan in PLANS.items():
-            for seed in range(self.seeds[experiment]):  # a study cut short has all settings of a seed
-                for task, changes in plan(self):
-                    key = (task, settings_of(task, **{**changes, **self.shorter}), seed)
-                    found.setdefault(key, []).append(experiment)
-        return [Point(*key, tuple(dict.fromkeys(names))) for key, names in found.items()]
+        """Every run of the study, the most telling first."""
+        return points_of(
+            (experiment, seed, task, {**changes, **self.shorter})
+            for experiment, plan in PLANS.items()
+            for seed in range(self.seeds[experiment])  # a study cut short has all settings of a seed
+            for task, changes in plan(self)
+        )
+
+
+def points_of(runs: Iterable[tuple[str, int, str, dict[str, Any]]]) -> list[Point]:
+    """Runs as experiment, seed, task, changes; one that several experiments ask for becomes one point."""
+    found: dict[tuple, list[str]] = {}
+    for experiment, seed, task, changes in runs:
+        found.setdefault((task, settings_of(task, **changes), seed), []).append(experiment)
+    return [Point(*key, tuple(dict.fromkeys(names))) for key, names in found.items()]
 
 
 Plan = Iterator[tuple[str, dict[str, Any]]]
@@ -259,14 +276,28 @@ def plan_no_norm(study: Study) -> Plan:
 
 
 def plan_induction(study: Study) -> Plan:
-    for factor in study.factors[:-1]:
-        yield "induction", {"qk_scale": factor}
-    yield "induction", {"control": "dense"}
+    for width in study.head_widths:
+        for factor in study.factors[:-1]:
+            yield "induction", {"n_qk": width, "qk_scale": factor}
+    for rate in study.dense_rates[:2]:
+        changes = {"n_qk": None, "n_v": None, "embedding_range": None, "weight_learning_rate": rate}
+        yield "induction", {"control": "dense", **changes}
+
+
+def plan_induction_no_norm(study: Study) -> Plan:
+    for factor in study.no_norm_factors[:4]:
+        yield "induction", {"qk_scale": factor, "layer_norm": False, "embedding_range": 0.05}
 
 
 def plan_fig8(study: Study) -> Plan:
     for factor in study.text_factors:
         yield "text", {"qk_scale": factor}
+
+
+def plan_longer(study: Study) -> Plan:
+    for steps in study.longer:
+        for factor in (1, 2, "paper"):
+            yield "text", {"qk_scale": factor, "steps": steps}
 
 
 def plan_bytes(study: Study) -> Plan:
@@ -278,6 +309,8 @@ def plan_bytes(study: Study) -> Plan:
             yield "text", {"control": "dense", "n_embd": width, "weight_learning_rate": rate}
     for steps in study.longer:  # a small dense model is quicker by the step: let it have more of them
         yield "text", {"qk_scale": "paper", "steps": steps}
+        changes = {"density": 0.3, "embedding": "trained", "embedding_bits": 4}
+        yield "text", {"qk_scale": "paper", "steps": steps, **changes}
         for width in study.dense_widths[1:3]:
             for rate in study.dense_rates[:2]:
                 changes = {"steps": steps, "weight_learning_rate": rate}
@@ -292,29 +325,32 @@ def plan_ablations(study: Study) -> Plan:
 
 def plan_fig7(study: Study) -> Plan:
     for width, depth in study.sizes:
-        for kind in ({"control": "dense"}, {"qk_scale": 1}, {"qk_scale": "paper"}):
+        for kind in KINDS:
             yield "text", {"n_embd": width, "n_layer": depth, **kind}
 
 
 PLANS: dict[str, Callable[[Study], Plan]] = {
     "recall": plan_recall,
     "no_norm": plan_no_norm,
+    "induction": plan_induction,
+    "induction_no_norm": plan_induction_no_norm,
     "fig8": plan_fig8,
+    "longer": plan_longer,
     "bytes": plan_bytes,
     "ablations": plan_ablations,
     "fig7": plan_fig7,
-    "induction": plan_induction,
 }
 STUDIES = {
     "cpu": Study(
-        {"recall": 3, "no_norm": 1, "fig8": 2, "bytes": 1, "ablations": 1, "fig7": 1, "induction": 0}
+        {"recall": 3, "no_norm": 3, "induction": 3, "induction_no_norm": 1}
+        | {"fig8": 3, "longer": 1, "bytes": 1, "ablations": 2, "fig7": 2}
     ),
     "long": Study(
         dict.fromkeys(PLANS, 5),
         no_norm_factors=(2, 2.83, 4, 5.66, 8, 11.3, 16, 22.6),
-        text_factors=PAPER_FACTORS,
         densities=(0.05, 0.1, 0.15, 0.3, 0.5, 0.7),
         sizes=((64, 1), (64, 2), (128, 1), (128, 2), (128, 4), (256, 4)),
+        longer=(900, 2700, 8100),
     ),
     "quick": Study(
         dict.fromkeys(PLANS, 1),
@@ -398,23 +434,25 @@ def measure(point: Point) -> dict[str, Any] | None:
             if not run.loop():
                 return None
             report = run.finish()
-        curve = [(r["step"], r["loss"]) for r in run.log.records if r["kind"] == "evaluation"]
-        record = {
-            "id": point.id,
-            "experiments": list(point.experiments),
-            "task": point.task,
-            "settings": point.settings,
-            "seed": point.seed,
-            "steps": report["steps"],
-            "loss": report["loss"],
-            "best_loss": report["best_loss"],
-            "solved": None if run.solved == -math.inf else report["best_loss"] < run.solved,
-            "curve": curve,
-            **sizes_of(Path(report["saved"])),
-        }
+        record = record_of(point, report, run.log.records)
+        record["solved"] = None if run.solved == -math.inf else report["best_loss"] < run.solved
         if "bytes" in point.experiments:
-            record["stored"] = stored_forms(run, record["mask_bytes"])
-        return record | {"text": report["text"], "seconds": round(time.process_time() - started, 1)}
+            record["stored"] = stored_forms(run, record)
+        return record | {"seconds": round(time.process_time() - started, 1)}
+
+
+def record_of(point: Point, report: dict[str, Any], log: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """What is kept of a run: its settings, losses and sizes."""
+    return {
+        "id": point.id,
+        "experiments": list(point.experiments),
+        "task": point.task,
+        "settings": point.settings,
+        "seed": point.seed,
+        **{name: report[name] for name in ("steps", "loss", "best_loss", "text")},
+        "curve": [(line["step"], line["loss"]) for line in log if line["kind"] == "evaluation"],
+        **sizes_of(Path(report["saved"])),
+    }
 
 
 # -- sizes ------------------------------------------------------------------------------------------
@@ -438,7 +476,9 @@ def sizes_of(folder: Path) -> dict[str, Any]:
         entries = list(header.tensors.values())
         nonzero = sum(entry.kept if entry.kept is not None else entry.size for entry in entries)
         masks = sum(entropy_bytes(entry.size, entry.kept) for entry in entries if entry.kept is not None)
-        return {"nonzero": nonzero, "file_bytes": file_bytes, "mask_bytes": math.ceil(masks)}
+        values = sum(entry.value_bytes for entry in entries if entry.kept is None)
+        sizes = {"mask_bytes": math.ceil(masks), "value_bytes": values}
+        return {"nonzero": nonzero, "file_bytes": file_bytes, **sizes}
     from safetensors.numpy import load_file
 
     arrays = [array for path in folder.glob("*.safetensors") for array in load_file(path).values()]
@@ -480,14 +520,17 @@ def store_trained(model: torch.nn.Module, bits: int) -> int:
     return total
 
 
-def stored_forms(run: Run, mask_bytes: int) -> list[dict[str, Any]]:
+def stored_forms(run: Run, record: dict[str, Any]) -> list[dict[str, Any]]:
     """Bytes and loss with the trained weights in 16, 8 and 4 bits, beside masks at their entropy."""
+    masks = record["mask_bytes"]
+    if bits := record["settings"].get("embedding_bits"):  # the ticket holds them so, and was trained so
+        return [{"bits": bits, "bytes": masks + record["value_bytes"], "loss": record["loss"]}]
     whole = run.accelerator.unwrap_model(run.model)
     trained = [name for name, _ in whole.named_parameters() if not name.endswith("scores")]
     forms = []
     for bits in (16, 8, 4) if trained else (0,):
         model = copy.deepcopy(whole)
-        size = mask_bytes + store_trained(model, bits)
+        size = masks + store_trained(model, bits)
         batches = validation_batches(run.corpus.validation, run.run.batch_size, run.accelerator)
         forms.append({"bits": bits, "bytes": size, "loss": evaluate_blocks(model, batches)["loss"]})
     return forms
@@ -504,12 +547,15 @@ class Records:
         self.points = {point.id: point for point in points}
         stored = json.loads(path.read_text())["records"] if path.exists() else []
         self.found = {record["id"]: record for record in stored if self._is_current(record)}
+        for name, record in self.found.items():
+            record["experiments"] = list(self.points[name].experiments)  # which may draw it since
 
     def _is_current(self, record: dict[str, Any]) -> bool:
         """Whether a record is what its point would give today; else the point is measured again."""
         point = self.points.get(record["id"])
-        wanted = (point.settings, list(point.experiments)) if point else None
-        return wanted == (record["settings"], record["experiments"])
+        if point is None or point.settings != record["settings"]:
+            return False
+        return "bytes" not in point.experiments or "stored" in record
 
     def add(self, record: dict[str, Any]) -> None:
         self.found[record["id"]] = record
@@ -532,6 +578,7 @@ class Records:
 def run_points(points: list[Point], records: Records, workers: int) -> None:
     """Measure what has no record yet, several at a time."""
     left = [point for point in points if point.id not in records.found]
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # or workers would outlive a kill
     bar = tqdm(total=len(points), initial=len(points) - len(left), desc="study", unit="run")
     # A fresh interpreter for every worker: torch does not survive a fork with threads.
     pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
@@ -544,6 +591,8 @@ def run_points(points: list[Point], records: Records, workers: int) -> None:
             bar.update()
             bar.set_postfix_str(f"{record['id']}: {record['loss']:.3f}")
     except KeyboardInterrupt:
+        for worker in active_children():  # a point cut short is measured again
+            worker.kill()
         raise SystemExit("interrupted; the same command goes on from here") from None
     finally:
         bar.close()
@@ -669,37 +718,53 @@ def draw_recall(study: Study, records: Records, folder: Path) -> None:
 
 
 def draw_induction(study: Study, records: Records, folder: Path) -> None:
-    figure, (left, right, curves) = plt.subplots(1, 3, figsize=(13, 4))
+    figure, grid = plt.subplots(2, 2, figsize=(10, 6.5), gridspec_kw={"width_ratios": (3, 2)})
     found = records.of("induction", control=None)
-    draw_switching((left, right), {"ticket": found})
-    for place, (factor, group) in enumerate(by(found, factor_of).items()):
-        for number, record in enumerate(group):
-            label = f"factor {factor:g}" if number == 0 else None
-            curves.plot(*zip(*record["curve"], strict=True), color=f"C{place}", alpha=0.8, label=label)
-    for number, record in enumerate(records.of("induction", control="dense")):
-        label = "dense" if number == 0 else None
-        curves.plot(*zip(*record["curve"], strict=True), color="black", linestyle="--", label=label)
-    curves.set(xlabel="optimizer step", ylabel="validation loss (nats per token)")
-    curves.legend(fontsize=8)
+    groups = by(found, lambda record: record["settings"]["n_qk"])
+    draw_switching(grid[:, 0], {f"head width {n}": group for n, group in groups.items()})
+    for place, n in enumerate(groups):
+        for axes in grid[:, 0]:
+            axes.axvline(n**0.25, color=COLOURS[place], linestyle=":", linewidth=1)
+    grid[0, 0].set_title("Induction with LayerNorm (dotted: n^(1/4))", loc="left", fontsize=10)
+    dense = records.of("induction", control="dense")
+    middle = sorted(groups)[len(groups) // 2]
+    for axes, title, tickets, others in (
+        (grid[0, 1], f"Head width {middle}, seed 0", groups[middle], dense),
+        (grid[1, 1], "Without LayerNorm, head width 64", records.of("induction_no_norm"), []),
+    ):
+        for place, (factor, group) in enumerate(by(tickets, factor_of).items()):
+            axes.plot(*zip(*group[0]["curve"], strict=True), color=f"C{place}", label=f"factor {factor:g}")
+        for style, record in zip(("--", ":"), (r for r in others if r["seed"] == 0), strict=False):
+            label = f"dense, rate {record['settings']['weight_learning_rate']:g}"
+            axes.plot(*zip(*record["curve"], strict=True), style, color="black", label=label)
+        axes.axhline(TASKS["induction"].half, color="grey", linewidth=1, linestyle="--")
+        axes.set(xlabel="optimizer step", ylabel="validation loss (nats)", ylim=(0, None))
+        axes.set_title(title, loc="left", fontsize=10)
+        axes.legend(fontsize=7, ncols=2)
     finish(figure, folder / "induction.png")
 
 
 def draw_fig8(study: Study, records: Records, folder: Path) -> None:
-    figure, axes = plt.subplots(figsize=(6.5, 4.2))
-    groups = by(records.of("fig8"), factor_of)
-    for factor, group in groups.items():
-        axes.plot([factor] * len(group), [r["best_loss"] for r in group], ".", color=COLOURS[0], alpha=0.4)
-    means, spreads = zip(
-        *(mean_and_spread([r["best_loss"] for r in g]) for g in groups.values()), strict=True
-    )
-    axes.errorbar(list(groups), means, spreads, color=COLOURS[0], marker="o", capsize=3)
-    record = records.of("fig8")[0]
-    sizes, seeds = record["settings"], max(map(len, groups.values()))
-    axes.axvline((sizes["n_embd"] // sizes["n_head"]) ** 0.25, color="grey", linestyle=":", label="n^(1/4)")
+    """A line for each model and length of training: mean and std over seeds."""
+    figure, axes = plt.subplots(figsize=(7.5, 4.8))
+    tickets = {record["id"]: record for name in ("fig8", "longer") for record in records.of(name)}.values()
+    for place, ((_, steps), line) in enumerate(by(tickets, lambda r: (r["task"], r["steps"])).items()):
+        groups = by(line, factor_of)
+        means, spreads = zip(
+            *(mean_and_spread([r["best_loss"] for r in g]) for g in groups.values()), strict=True
+        )
+        seeds, settings = max(map(len, groups.values())), line[0]["settings"]
+        label = (
+            f"{line[0]['task']}, width {settings['n_embd']}: {steps} steps, {seeds} seed{'s'[: seeds - 1]}"
+        )
+        style: dict[str, Any] = {"color": COLOURS[place], "marker": MARKERS[place]}
+        axes.errorbar(list(groups), means, spreads, capsize=3, label=label, **style)
+    paper = {(r["settings"]["n_embd"] // r["settings"]["n_head"]) ** 0.25 for r in tickets}
+    for factor in paper:
+        axes.axvline(factor, color="grey", linestyle=":", label="n^(1/4)")
     axes.set(xlabel="factor on query and key weights", ylabel="validation loss (nats per token)")
-    shape = f"{sizes['n_layer']} x {sizes['n_embd']}, {record['steps']} steps, {seeds} seeds"
-    axes.set_title(f"Text, {shape}: mean and std", loc="left", fontsize=10)
-    axes.legend()
+    axes.set_title("Figure 8: mean and std over seeds", loc="left", fontsize=10)
+    axes.legend(fontsize=8)
     finish(figure, folder / "fig8.png")
 
 
@@ -775,17 +840,32 @@ def draw_ablations(study: Study, records: Records, folder: Path) -> None:
 
 
 def draw_fig7(study: Study, records: Records, folder: Path) -> None:
-    figure, axes = plt.subplots(figsize=(6.5, 4.2))
-    kinds = {
-        "trained model": records.of("fig7", control="dense"),
-        "ticket, factor 1": records.of("fig7", qk_scale=1),
-        "ticket, factor n^(1/4)": records.of("fig7", qk_scale="paper"),
-    }
-    for place, (label, found) in enumerate(kinds.items()):
-        groups = by(found, lambda record: record["nonzero"])
-        losses = [statistics.mean(r["best_loss"] for r in group) for group in groups.values()]
-        axes.plot(list(groups), losses, color=COLOURS[place], marker=MARKERS[place], label=label)
+    figure, axes = plt.subplots(figsize=(7, 4.5))
+    labels = ("trained model", "ticket, factor 1", "ticket, factor n^(1/4)")
+    for place, (label, kind) in enumerate(zip(labels, KINDS, strict=True)):
+        models = by(records.of("fig7", **kind), lambda record: record["task"])
+        for number, found in enumerate(models.values()):
+            groups = by(found, lambda record: record["nonzero"])
+            means, spreads = zip(
+                *(mean_and_spread([r["best_loss"] for r in group]) for group in groups.values()), strict=True
+            )
+            style: dict[str, Any] = {"color": COLOURS[place], "marker": MARKERS[place], "capsize": 3}
+            axes.errorbar(list(groups), means, spreads, label=label if number == 0 else None, **style)
+            if place == 0:
+                for size, loss, group in zip(groups, means, groups.values(), strict=True):
+                    settings = group[0]["settings"]
+                    name = f"{settings['n_layer']} x " if "n_layer" in settings else ""
+                    axes.annotate(
+                        f"{name}{settings['n_embd']}",
+                        (size, loss),
+                        (6, 6),
+                        textcoords="offset points",
+                        fontsize=8,
+                    )
     axes.set(xlabel="non-zero parameters", ylabel="validation loss (nats per token)", xscale="log")
+    axes.set_title(
+        "Figure 7: mean and std over seeds (beside the trained: layers x width)", loc="left", fontsize=10
+    )
     axes.legend()
     finish(figure, folder / "fig7.png")
 
@@ -794,7 +874,9 @@ DRAWINGS: dict[str, Callable[[Study, Records, Path], None]] = {
     "recall": draw_recall,
     "no_norm": draw_recall,
     "induction": draw_induction,
+    "induction_no_norm": draw_induction,
     "fig8": draw_fig8,
+    "longer": draw_fig8,
     "bytes": draw_bytes,
     "ablations": draw_ablations,
     "fig7": draw_fig7,
@@ -803,41 +885,67 @@ DRAWINGS: dict[str, Callable[[Study, Records, Path], None]] = {
 
 # -- the paper's own size ---------------------------------------------------------------------------
 
+PAPER_WIDTHS = {"mini": 512, "small": 768, "medium": 1024}  # heads are 64 wide in all
+TASKS |= {model: Task({"n_embd": width, "n_head": width // 64}) for model, width in PAPER_WIDTHS.items()}
 
-def paper_commands() -> Iterator[tuple[Path, list[str]]]:
-    """The runs of figures 7 and 8 on WikiText-103: the folder of each and its command."""
+
+def paper_points() -> list[Point]:
+    """The runs of figures 7 and 8 on WikiText-103."""
+    plans: list[tuple[str, str, dict[str, Any]]] = []
+    for model, width in PAPER_WIDTHS.items():
+        plans += [("fig8", model, {"qk_scale": factor}) for factor in PAPER_FACTORS]
+        for wide in (width // 2, width, 2 * width):
+            plans += [("fig7", model, {"n_embd": wide, "n_head": wide // 64, **kind}) for kind in KINDS]
+    return points_of((name, seed, model, changes) for name, model, changes in plans for seed in range(3))
+
+
+def paper_command(point: Point) -> tuple[Path, list[str]]:
+    """The folder of a run of the paper's study, and its command."""
+    folder = Path("runs/paper") / point.id.replace(" ", "-")
     launch = "accelerate launch --config_file recipes/accelerate/ddp.yaml recipes/train_gpt2_slt.py".split()
-    widths = {"mini": 512, "small": 768, "medium": 1024}
-    for model, width in widths.items():
-        runs = {f"factor{factor}": {"qk_scale": factor} for factor in PAPER_FACTORS}  # figure 8
-        for times in (0.5, 1, 2):  # figure 7; heads stay 64 wide
-            sizes = {"n_embd": int(width * times), "n_head": int(width * times) // 64}
-            runs[f"x{times}-dense"] = {**sizes, "control": "dense"}
-            if times != 1:
-                runs[f"x{times}-factor1"] = {**sizes, "qk_scale": 1}
-                runs[f"x{times}-factorpaper"] = {**sizes, "qk_scale": "paper"}
-        for name, changes in runs.items():
-            for seed in range(3):
-                folder = Path("runs/paper") / f"{model}-{name}-seed{seed}"
-                options = {**changes, "seed": seed, "output_dir": folder, "resume": "true"}
-                words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
-                yield folder, [*launch, "--config", f"recipes/{model}.yaml", *words]
+    options = {**dict(point.changes), "seed": point.seed, "output_dir": folder, "resume": "true"}
+    words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
+    return folder, [*launch, "--config", f"recipes/{point.task}.yaml", *words]
 
 
-def run_paper(execute: bool) -> int:
-    """Print the commands of the paper's study, or run those that have no report yet."""
-    for folder, command in paper_commands():
-        if not execute:
-            print(shlex.join(command))
-        elif not (folder / "report.json").exists() and (code := subprocess.run(command).returncode):
+def run_paper(execute: bool, out: Path) -> int:
+    """Print the commands of the paper's study, or run those that have no record yet, and draw."""
+    points = paper_points()
+    if not execute:
+        print("\n".join(shlex.join(paper_command(point)[1]) for point in points))
+        return 0
+    records = Records(out / "results" / "gpt2_paper.json", points)
+    for point in points:
+        if point.id in records.found:
+            continue
+        folder, command = paper_command(point)
+        if not (folder / "report.json").exists() and (code := subprocess.run(command).returncode):
+            print(f"{point.id} ended with code {code}; the same command goes on from here", file=sys.stderr)
             return code
+        log = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
+        records.add(record_of(point, json.loads((folder / "report.json").read_text()), log))
+    for draw in (draw_fig7, draw_fig8):
+        draw(Study({}), records, out / "figures" / "paper")
     return 0
 
 
 # -- command line -----------------------------------------------------------------------------------
 
 
+def leave_launch() -> bool:
+    """Under `accelerate launch` with several processes: whether this one is not the first.
+
+    Points are independent and their workers many, so one process is enough; it forgets the others.
+    """
+    others = int(os.environ.get("RANK", 0)) > 0
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    return others
+
+
 def main() -> int:
+    if leave_launch():
+        return 0
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -850,7 +958,7 @@ def main() -> int:
     parser.add_argument("--execute", action="store_true", help="with paper: run the commands, not only print")
     args = parser.parse_args()
     if args.preset == "paper":
-        return run_paper(args.execute)
+        return run_paper(args.execute, args.out)
     study = STUDIES[args.preset]
     points = study.points()
     records = Records(args.out / "results" / f"gpt2_{args.preset}.json", points)

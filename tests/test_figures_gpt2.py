@@ -142,15 +142,60 @@ def test_sizes_of_a_ticket_and_of_stored_embeddings():
 def test_the_paper_preset_names_commands_that_parse():
     from hf_slt.arguments import parse_arguments
 
-    commands = list(study.paper_commands())
-    folders = {folder for folder, _ in commands}
-    assert len(folders) == len(commands) == 3 * (7 + 3 + 4) * 3
-    for _, command in commands[::7]:
+    points = study.paper_points()
+    assert len({study.paper_command(point)[0] for point in points}) == len(points) == 3 * (7 + 3 + 4) * 3
+    for point in points[::7]:
+        _, command = study.paper_command(point)
         words = command[command.index("recipes/train_gpt2_slt.py") + 1 :]
         words[1] = str(ROOT / words[1])
         arguments = parse_arguments(words)
         assert arguments.model.n_embd // arguments.model.n_head == 64
+        assert arguments.model.n_embd == point.settings["n_embd"]
         assert arguments.run.epochs == 50
+
+
+def test_the_paper_preset_runs_what_is_left_and_draws(tmp_path, monkeypatch, capsys):
+    """Its launches are replaced by tiny real runs in the folders that they name."""
+    monkeypatch.chdir(tmp_path)
+    every = study.paper_points()
+    chosen = [point for point in every if point.task == "mini" and point.seed == 0][:10]
+    monkeypatch.setattr(study, "paper_points", lambda: chosen)
+    launched = []
+
+    def launch(command):
+        launched.append(command)
+        if len(launched) == 5:
+            return subprocess.CompletedProcess(command, 3)
+        from hf_slt.arguments import parse_arguments
+        from hf_slt.training import Run
+
+        words = command[command.index("--config") + 2 :]
+        tiny = "--n_layer 1 --n_embd 64 --n_head 1 --block_size 24 --batch_size 4 --steps 2".split()
+        run = Run(parse_arguments([*words, *tiny]), study.exercise_corpus("recall", 8))
+        run.loop()
+        run.finish()
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(study.subprocess, "run", launch)
+    assert study.run_paper(True, tmp_path) == 3
+    assert chosen[4].id in capsys.readouterr().err
+    assert study.run_paper(True, tmp_path) == 0
+    assert len(launched) == len(chosen) + 1  # what was done is not done again
+    stored = json.loads((tmp_path / "results" / "gpt2_paper.json").read_text())["records"]
+    assert [record["id"] for record in stored] == [point.id for point in chosen]
+    assert all(len(record["curve"]) == 1 and record["nonzero"] > 0 for record in stored)
+    assert {path.stem for path in (tmp_path / "figures" / "paper").glob("*.png")} == {"fig7", "fig8"}
+
+
+@pytest.mark.slow
+def test_under_accelerate_launch_one_process_makes_the_study(tmp_path):
+    flags = ["--config_file", str(ROOT / "recipes" / "accelerate" / "cpu_ddp.yaml")]  # of two
+    recipe = [str(ROOT / "recipes" / "figures_gpt2.py"), "--preset", "quick", "--only", "fig8"]
+    command = [sys.executable, "-m", "accelerate.commands.launch", *flags, *recipe, "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("drew") == 1
+    assert len(json.loads((tmp_path / "results" / "gpt2_quick.json").read_text())["records"]) == 2
 
 
 def test_committed_records_are_of_the_study_as_it_is():
