@@ -150,7 +150,7 @@ def advise(
     root mean square already, which near a fit goes as sqrt(h) (the Gauss-Newton matrix is the gradient's
     covariance), and leaves 1/sqrt(h) to the rate. Rates stay within `limit` of each other's mean.
 
-    Nothing is promised of the loss. In six of six short runs of the nano preset, with AdamW, the advice made
+    Nothing is promised of the loss. In six of six short runs of nano's shape, with AdamW, the advice made
     it worse (recipes/README.md): read it as a diagnosis.
     """
     own = _own_qk_scale(model)

@@ -13,6 +13,8 @@ dense float32.
 
 import argparse
 import copy
+import ctypes
+import gc
 import json
 import multiprocessing
 import os
@@ -23,7 +25,8 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -158,9 +161,17 @@ def in_fresh_process(function: Callable, *arguments):
         return pool.submit(function, *arguments).result()
 
 
+def give_back() -> None:
+    """Return to the system what is free but kept by the allocator: glibc would count it as resident."""
+    gc.collect()
+    with suppress(AttributeError, TypeError, OSError):  # another allocator
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def peak_bytes(function: Callable) -> float:
     """Most resident memory of this process while the function runs (Linux; elsewhere since its start)."""
     function()  # what is made once (optimizer moments, scratch) is made
+    give_back()
     try:
         Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
         function()
@@ -188,9 +199,9 @@ def memory_of_generation(folder: Path, kind: str, new: int) -> tuple[float, list
 # -- ways to run a ternary ticket -----------------------------------------------------------------------
 
 
-def dynamic_int8(folder: Path) -> nn.Module:
-    """torch.ao's dynamic quantization: weights exact in 8 bits, but inputs rounded to 8 bits too."""
-    model = GPT2LMHeadModel.from_pretrained(folder)
+def with_linears(folder: Path) -> nn.Module:
+    """Stock GPT-2 with nn.Linear in place of Conv1D, which tools for quantization do not know."""
+    model = GPT2LMHeadModel.from_pretrained(folder).eval()
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.clone())  # packed apart from the embedding
     for block in model.transformer.h:
         for owner in (block.attn, block.mlp):
@@ -199,9 +210,23 @@ def dynamic_int8(folder: Path) -> nn.Module:
                     linear = nn.Linear(*layer.weight.shape)
                     linear.weight, linear.bias = nn.Parameter(layer.weight.T.contiguous()), layer.bias
                     setattr(owner, name, linear)
+    return model
+
+
+def dynamic_int8(folder: Path) -> nn.Module:
+    """torch.ao's dynamic quantization: weights exact in 8 bits, but inputs rounded to 8 bits too."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.ao is moving to torchao
-        return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, torch.qint8)
+        return torch.ao.quantization.quantize_dynamic(with_linears(folder), {nn.Linear}, torch.qint8)
+
+
+def torchao_int8(folder: Path) -> nn.Module:
+    """torchao's weights in 8 bits, exact, with a scale for each output."""
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    model = with_linears(folder)
+    quantize_(model, Int8WeightOnlyConfig())
+    return model
 
 
 class Int8Packed(nn.Module):
@@ -276,6 +301,8 @@ LOADERS: dict[str, Callable[[Path], nn.Module]] = {
     "_weight_int4pack_mm_for_cpu": with_layers(Int4Packed),
     "sparse CSR": with_layers(SparseRows),
 }
+if find_spec("torchao"):  # pip install torchao
+    LOADERS["torchao int8"] = torchao_int8
 FROM_TICKET = ("ticket", "to_ternary")
 
 

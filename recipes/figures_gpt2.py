@@ -203,7 +203,7 @@ DENSITIES = (0.05, 0.15, 0.3, 0.5, 0.7)
 DENSE_WIDTHS = (32, 48, 64, 96)
 KINDS: tuple[dict[str, Any], ...] = ({"control": "dense"}, {"qk_scale": 1}, {"qk_scale": "paper"})  # figure 7
 ABLATIONS: dict[str, dict[str, Any]] = {
-    "as nano: signed constant, density 0.5": {},
+    "signed constant, density 0.5, rate 1e-2": {},
     "normal law": {"law": "normal"},
     "uniform law, U[-1, 1]": {"law": "uniform"},
     "xavier uniform law": {"law": "xavier_uniform"},
@@ -215,6 +215,7 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "no LayerNorm": {"layer_norm": False},
     "score rate 3e-3": {"learning_rate": 3e-3},  # with AdamW also: first scores 3 times as large
     "score rate 3e-2": {"learning_rate": 3e-2},
+    "score rate 5e-3, factor 2 (as nano)": {"learning_rate": 5e-3, "qk_scale": 2},
     "SGD, rate 1": {"optimizer": "sgd", "learning_rate": 1.0},
     "SGD, rate 10": {"optimizer": "sgd", "learning_rate": 10.0},
     "dense, rate 1e-3": {"control": "dense", "weight_learning_rate": 1e-3},
@@ -235,6 +236,7 @@ class Study:
     dense_widths: tuple[int, ...] = DENSE_WIDTHS
     dense_rates: tuple[float, ...] = (1e-3, 3e-3, 1e-2)
     longer: tuple[int, ...] = (900, 2700)
+    longer_widths: tuple[int, ...] = (48, 64, 72)
     ablations: tuple[str, ...] = tuple(ABLATIONS)
     sizes: tuple[tuple[int, int], ...] = ((64, 2), (128, 2), (128, 4))  # figure 7: width, depth
     shorter: dict[str, Any] = field(default_factory=dict)
@@ -295,8 +297,9 @@ def plan_fig8(study: Study) -> Plan:
 
 
 def plan_longer(study: Study) -> Plan:
-    for steps in study.longer:
-        for factor in (1, 2, "paper"):
+    for place, steps in enumerate(study.longer):
+        factors = (1, 2, "paper") if place == 0 else (2, "paper")
+        for factor in factors:
             yield "text", {"qk_scale": factor, "steps": steps}
 
 
@@ -311,7 +314,7 @@ def plan_bytes(study: Study) -> Plan:
         yield "text", {"qk_scale": "paper", "steps": steps}
         changes = {"density": 0.3, "embedding": "trained", "embedding_bits": 4}
         yield "text", {"qk_scale": "paper", "steps": steps, **changes}
-        for width in study.dense_widths[1:3]:
+        for width in study.longer_widths:
             for rate in study.dense_rates[:2]:
                 changes = {"steps": steps, "weight_learning_rate": rate}
                 yield "text", {"control": "dense", "n_embd": width, **changes}
@@ -342,7 +345,7 @@ PLANS: dict[str, Callable[[Study], Plan]] = {
 }
 STUDIES = {
     "cpu": Study(
-        {"recall": 3, "no_norm": 3, "induction": 3, "induction_no_norm": 1}
+        {"recall": 3, "no_norm": 2, "induction": 3, "induction_no_norm": 1}
         | {"fig8": 3, "longer": 1, "bytes": 1, "ablations": 2, "fig7": 2}
     ),
     "long": Study(
@@ -660,6 +663,17 @@ def quickest_factor(records: Iterable[dict[str, Any]]) -> float | None:
     return math.exp(-b / (2 * a)) if a > 0 else None
 
 
+def lowest_factor(records: Iterable[dict[str, Any]]) -> float | None:
+    """The bottom of a parabola over log factor through the lowest mean loss and its two neighbours."""
+    groups = by(records, factor_of)
+    points = [(math.log(f), statistics.mean(r["best_loss"] for r in g)) for f, g in groups.items()]
+    lowest = min(range(len(points)), key=lambda place: points[place][1])
+    if not 0 < lowest < len(points) - 1:
+        return None  # at the edge: not enclosed
+    a, b, _ = np.polyfit(*zip(*points[lowest - 1 : lowest + 2], strict=True), 2)
+    return math.exp(-b / (2 * a))
+
+
 def draw_switching(column: Any, curves: dict[str, list[dict[str, Any]]]) -> None:
     """Above, the share of seeds that switch; below, the steps it takes them: median and seeds."""
     shares, steps = column
@@ -685,7 +699,7 @@ def draw_switching(column: Any, curves: dict[str, list[dict[str, Any]]]) -> None
     shares.set(ylabel=f"share of seeds below {half:.2f} nats", ylim=(-0.05, 1.05))
     steps.set(ylabel="steps to get there, median", xlabel="factor on query and key weights")
     steps.axhline(longest, color="grey", linestyle="--", linewidth=1)
-    steps.legend(fontsize=8, title="above the dashes: never", title_fontsize=8, loc="upper center")
+    steps.legend(fontsize=8, title="above the dashes: never", title_fontsize=8, framealpha=0.5)
     for axes in column:
         axes.set_xscale("log", base=2)
         axes.set_xticks(sorted({factor_of(record) for record in found}))
@@ -718,29 +732,42 @@ def draw_recall(study: Study, records: Records, folder: Path) -> None:
 
 
 def draw_induction(study: Study, records: Records, folder: Path) -> None:
-    figure, grid = plt.subplots(2, 2, figsize=(10, 6.5), gridspec_kw={"width_ratios": (3, 2)})
-    found = records.of("induction", control=None)
-    groups = by(found, lambda record: record["settings"]["n_qk"])
+    figure, grid = plt.subplots(2, 2, figsize=(11, 7))
+    groups = by(records.of("induction", control=None), lambda record: record["settings"]["n_qk"])
     draw_switching(grid[:, 0], {f"head width {n}": group for n, group in groups.items()})
+    grid[0, 0].set_title("Induction (dotted: n^(1/4))", loc="left", fontsize=10)
+    losses, curves = grid[:, 1]
+    lines = {f"head width {n}": group for n, group in groups.items()}
+    if bare := records.of("induction_no_norm"):
+        lines["head width 64, no LayerNorm"] = bare
+    for place, (label, line) in enumerate(lines.items()):
+        tickets, lowest = by(line, factor_of), lowest_factor(line)
+        label += "" if lowest is None else f": lowest at {lowest:.1f}"
+        means, spreads = zip(
+            *(mean_and_spread([r["best_loss"] for r in group]) for group in tickets.values()), strict=True
+        )
+        style: dict[str, Any] = {"color": COLOURS[place], "marker": MARKERS[place]}
+        losses.errorbar(list(tickets), means, spreads, capsize=3, label=label, **style)
+    losses.set_xscale("log", base=2)
+    losses.set_xticks(study.factors)
+    losses.xaxis.set_major_formatter("{x:.3g}")
+    losses.set(xlabel="factor on query and key weights", ylabel="lowest validation loss, mean and std")
+    losses.set_title(f"Runs end below {TASKS['induction'].solved}", loc="left", fontsize=10)
     for place, n in enumerate(groups):
-        for axes in grid[:, 0]:
+        for axes in grid.flat[:3]:
             axes.axvline(n**0.25, color=COLOURS[place], linestyle=":", linewidth=1)
-    grid[0, 0].set_title("Induction with LayerNorm (dotted: n^(1/4))", loc="left", fontsize=10)
-    dense = records.of("induction", control="dense")
     middle = sorted(groups)[len(groups) // 2]
-    for axes, title, tickets, others in (
-        (grid[0, 1], f"Head width {middle}, seed 0", groups[middle], dense),
-        (grid[1, 1], "Without LayerNorm, head width 64", records.of("induction_no_norm"), []),
-    ):
-        for place, (factor, group) in enumerate(by(tickets, factor_of).items()):
-            axes.plot(*zip(*group[0]["curve"], strict=True), color=f"C{place}", label=f"factor {factor:g}")
-        for style, record in zip(("--", ":"), (r for r in others if r["seed"] == 0), strict=False):
-            label = f"dense, rate {record['settings']['weight_learning_rate']:g}"
-            axes.plot(*zip(*record["curve"], strict=True), style, color="black", label=label)
+    for place, (factor, group) in enumerate(by(groups[middle], factor_of).items()):
+        curves.plot(*zip(*group[0]["curve"], strict=True), color=f"C{place}", label=f"factor {factor:g}")
+    dense = (record for record in records.of("induction", control="dense") if record["seed"] == 0)
+    for style, record in zip(("--", ":"), dense, strict=False):
+        label = f"dense, rate {record['settings']['weight_learning_rate']:g}"
+        curves.plot(*zip(*record["curve"], strict=True), style, color="black", label=label)
+    curves.set(xlabel="optimizer step", ylabel="validation loss (nats per token)")
+    curves.set_title(f"Head width {middle}, seed 0", loc="left", fontsize=10)
+    for axes in (losses, curves):
         axes.axhline(TASKS["induction"].half, color="grey", linewidth=1, linestyle="--")
-        axes.set(xlabel="optimizer step", ylabel="validation loss (nats)", ylim=(0, None))
-        axes.set_title(title, loc="left", fontsize=10)
-        axes.legend(fontsize=7, ncols=2)
+        axes.legend(fontsize=7)
     finish(figure, folder / "induction.png")
 
 

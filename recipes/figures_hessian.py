@@ -8,7 +8,7 @@ hessian_growth.png     one attention layer in closed form: Frobenius norm of eac
                        of the input, softmax and linear, without and with LayerNorm; slopes by window
 hessian_addition.png   a one-block GPT-2 on 5-digit addition against the norms the authors published
 hessian_scores.png     supermask GPT-2 over scores: are query, key and value even, and at which qk_scale?
-hessian_advice.png     does `advise` help? the nano preset with and without it, with and without LayerNorm
+hessian_advice.png     does `advise` help? nano's shape with and without it, with and without LayerNorm
 
 Measured points go to a JSON file per figure as they come; a run that was cut short goes on from there.
 """
@@ -442,7 +442,7 @@ def draw_scores(records: list[dict], even: list[dict], path: Path) -> None:
 
 
 def advice_point(layer_norm: bool, variant: str, seed: int, steps: int) -> dict:
-    """Validation loss of the nano preset after `steps`, with the part of the advice that `variant` names.
+    """Validation loss of nano's shape after `steps`, with the part of the advice that `variant` names.
 
     The training is that of `train_gpt2_slt.py`, and it gets the advice as a person would give it: as options.
     """
@@ -472,8 +472,8 @@ def advice_for(layer_norm: bool, seed: int) -> dict[str, float]:
 
 
 def nano_arguments(**options) -> Arguments:
-    """The nano preset with these options, read as from a command line."""
-    options = {"config": HERE / "nano.yaml", **options}
+    """The nano preset at the paper's scale and rate 1e-2 with these options, read as from a command line."""
+    options = {"config": HERE / "nano.yaml", "qk_scale": "paper", "learning_rate": 1e-2, **options}
     return parse_arguments([word for name, value in options.items() for word in (f"--{name}", str(value))])
 
 
@@ -518,7 +518,7 @@ def draw_advice(records: list[dict], gains: list[dict], path: Path) -> None:
         axis.legend(title="mean at the end", fontsize=8, title_fontsize=8)
         axis.grid(alpha=0.3)
     steps = records[0]["steps"]
-    figure.suptitle(f"Does it help to take the advice? nano preset, {steps} steps, a line per seed")
+    figure.suptitle(f"Does it help to take the advice? nano's shape, {steps} steps, a line per seed")
     figure.savefig(path, dpi=130)
     plt.close(figure)
 

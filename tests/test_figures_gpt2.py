@@ -122,6 +122,15 @@ def test_the_quickest_factor_is_the_bottom_of_a_parabola():
     assert study.quickest_factor([record(f) for f in (1, 2, 4)]) is None
 
 
+def test_the_lowest_factor_is_the_bottom_of_a_parabola_if_enclosed():
+    def records(factors):
+        losses = [(f, 1 + (math.log(f) - math.log(3)) ** 2) for f in factors for _ in range(2)]
+        return [{"settings": {"qk_scale": f, "n_qk": 64}, "best_loss": loss} for f, loss in losses]
+
+    assert study.lowest_factor(records((1, 2, 4, 8))) == pytest.approx(3)
+    assert study.lowest_factor(records((4, 8, 16))) is None
+
+
 def test_sizes_of_a_ticket_and_of_stored_embeddings():
     changes = study.settings_of(
         "recall", steps=2, evaluate_every=2, embedding="trained", density=0.25, qk_scale=2
