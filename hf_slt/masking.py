@@ -121,13 +121,15 @@ class Selector:
     def _search_between(self, flat: Tensor, count: int, rank: Callable, low: Tensor, high: Tensor) -> bool:
         """Count what lies above the bracket, collect what lies inside, and choose among that only."""
         mask = torch.empty(flat.shape, dtype=torch.bool, device=flat.device)
+        # Tests give floats, 1 or 0, in memory that is used again: torch is several times slower at booleans.
+        room = torch.empty(2, min(len(flat), piece_size(flat)), device=flat.device)
         start, above, total = 0, 0, 0.0
         places, inside = [], []
         for chunk, kept in zip(_chunks(flat), _chunks(mask), strict=True):
             ranked = rank(chunk)
-            over = _test(torch.gt, ranked, high)
-            kept.copy_(over)
-            near = _nonzero(_test(torch.ge, ranked, low).sub_(over))
+            over, under = room[:, : len(chunk)]
+            kept.copy_(torch.gt(ranked, high, out=over))
+            near = _places(_eights(torch.ge(ranked, low, out=under).bool()) ^ _eights(kept))
             places.append(near + start)
             inside.append(ranked[near])
             above += int(over.sum())
@@ -155,13 +157,14 @@ def _brackets(flat: Tensor, count: int, rank: Callable) -> Iterator[tuple[Tensor
     """Where a sample says the threshold is (Floyd and Rivest); then everywhere, if it was not typical."""
     size, endless = flat.numel(), torch.tensor(torch.inf, device=flat.device)
     if size > _SAMPLE:
-        sample = rank(flat[:: sample_stride(size)]).sort(descending=True).values
+        sample = rank(flat[:: sample_stride(size)])
         place = count * len(sample) / size
         deviation = max(1.0, (place * (1 - place / len(sample))) ** 0.5)  # if it were random
         for width in (2.5, 10):
             above, below = int(place - width * deviation), int(place + width * deviation) + 1
-            high = sample[above] if above >= 0 else endless
-            low = sample[below] if below < len(sample) else -endless
+            # The largest but so many: by quickselect, which is quicker than to sort even a sample.
+            high = sample.kthvalue(len(sample) - above).values if above >= 0 else endless
+            low = sample.kthvalue(len(sample) - below).values if below < len(sample) else -endless
             yield low, high
     yield -endless, endless
 
@@ -185,15 +188,9 @@ def _eights(flags: Tensor) -> Tensor:
     return flags.view(torch.int64 if len(flags) % 8 == 0 else torch.int8)
 
 
-def _test(passes: Callable, ranked: Tensor, bound: Tensor) -> Tensor:
-    """1.0 where a comparison holds, else 0.0: torch is several times slower at booleans."""
-    return passes(ranked, bound, out=torch.empty_like(ranked, dtype=torch.float32))
-
-
-def _nonzero(flat: Tensor) -> Tensor:
-    """Where the few values are that are not zero."""
-    eights = _eights(flat.bool())
-    rows, width = eights.nonzero().view(-1), len(flat) // max(1, len(eights))
+def _places(eights: Tensor) -> Tensor:
+    """Where the few booleans are that are true."""
+    rows, width = eights.nonzero().view(-1), eights.element_size()
     places = eights[rows].view(torch.bool).nonzero().view(-1)
     return rows[places // width] * width + places % width
 

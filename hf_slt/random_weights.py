@@ -62,7 +62,7 @@ def draw(seed: int, name: str, shape: Sequence[int], law: str = "normal", scale:
 
     def fill(start: int) -> None:
         part = flat[start : start + _CHUNK]
-        part[:] = draw_range(seed, name, start, start + part.size, law, scale)
+        draw_range(seed, name, start, start + part.size, law, scale, out=part)
 
     if len(starts) > 1:
         with ThreadPoolExecutor(_threads()) as pool:  # NumPy releases the interpreter lock
@@ -75,9 +75,15 @@ def draw(seed: int, name: str, shape: Sequence[int], law: str = "normal", scale:
 
 
 def draw_range(
-    seed: int, name: str, start: int, stop: int, law: str = "normal", scale: float = 1.0
+    seed: int,
+    name: str,
+    start: int,
+    stop: int,
+    law: str = "normal",
+    scale: float = 1.0,
+    out: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Weights `start` to `stop` of the flattened tensor, without drawing the others.
+    """Weights `start` to `stop` of the flattened tensor, without drawing the others; in `out`, if given.
 
     `xavier_uniform` needs the shape: pass `uniform` with scale * `xavier_bound(shape)`.
 
@@ -96,7 +102,8 @@ def draw_range(
     raw = np.random.Philox(key=_key(seed, name), counter=first).random_raw(4 * blocks)
     words = raw.astype("<u8", copy=False).view("<u4")[start - 8 * first :][: stop - start]
     integers, shift = _INTEGERS[law](words)
-    return np.multiply(integers, np.ldexp(np.float32(scale), -shift), dtype=np.float32, casting="unsafe")
+    factor = np.ldexp(np.float32(scale), -shift)
+    return np.multiply(integers, factor, out=out, dtype=np.float32, casting="unsafe")
 
 
 def xavier_bound(shape: Sequence[int]) -> float:

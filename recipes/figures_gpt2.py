@@ -237,6 +237,7 @@ class Study:
     dense_rates: tuple[float, ...] = (1e-3, 3e-3, 1e-2)
     longer: tuple[int, ...] = (900, 2700)
     longer_widths: tuple[int, ...] = (48, 64, 72)
+    longer_rates: tuple[float, ...] = (3e-3,)  # the best of dense_rates for these widths
     ablations: tuple[str, ...] = tuple(ABLATIONS)
     sizes: tuple[tuple[int, int], ...] = ((64, 2), (128, 2), (128, 4))  # figure 7: width, depth
     shorter: dict[str, Any] = field(default_factory=dict)
@@ -315,7 +316,7 @@ def plan_bytes(study: Study) -> Plan:
         changes = {"density": 0.3, "embedding": "trained", "embedding_bits": 4}
         yield "text", {"qk_scale": "paper", "steps": steps, **changes}
         for width in study.longer_widths:
-            for rate in study.dense_rates[:2]:
+            for rate in study.longer_rates:
                 changes = {"steps": steps, "weight_learning_rate": rate}
                 yield "text", {"control": "dense", "n_embd": width, **changes}
 
@@ -354,6 +355,7 @@ STUDIES = {
         densities=(0.05, 0.1, 0.15, 0.3, 0.5, 0.7),
         sizes=((64, 1), (64, 2), (128, 1), (128, 2), (128, 4), (256, 4)),
         longer=(900, 2700, 8100),
+        longer_rates=(1e-3, 3e-3),
     ),
     "quick": Study(
         dict.fromkeys(PLANS, 1),
@@ -796,43 +798,37 @@ def draw_fig8(study: Study, records: Records, folder: Path) -> None:
 
 
 def draw_bytes(study: Study, records: Records, folder: Path) -> None:
-    """Lines join what is as long in training as the base; larger marks were trained for longer."""
-    figure, axes = plt.subplots(figsize=(8, 5))
-    tickets = records.of("bytes", control=None)
+    """A panel for each length of training; of several rates the best."""
+    found = records.of("bytes")
+    lengths = sorted({record["settings"]["steps"] for record in found})
+    figure, panels = plt.subplots(1, len(lengths), figsize=(4.4 * len(lengths) + 1, 4.6), squeeze=False)
+    tickets = [record for record in found if record["settings"].get("control") is None]
+    trained = [record for record in tickets if record["settings"].get("embedding") == "trained"]
+    dense = [record for record in found if record["settings"].get("control") == "dense"]
     curves: list[tuple[str, list, int]] = [
-        ("ticket, all masked", [r for r in tickets if "embedding" not in r["settings"]], 0),
-        *((f"ticket, embeddings in {b} bits", records.of("bytes", embedding="trained"), b) for b in (8, 4)),
-        *((f"dense, {bits} bits", records.of("bytes", control="dense"), bits) for bits in (16, 8, 4)),
+        ("ticket, all masked", [r for r in tickets if r not in trained], 0),
+        *((f"ticket, embeddings in {bits} bits", trained, bits) for bits in (8, 4)),
+        *((f"dense, {bits} bits", dense, bits) for bits in (16, 8, 4)),
     ]
-    usual = min((record["steps"] for record in tickets), default=0)
-    for place, (label, found, bits) in enumerate(curves):
-        style: dict[str, Any] = {"color": COLOURS[place], "marker": MARKERS[place]}
-        forms = [
-            (r["steps"], f["bytes"] / 1000, f["loss"])
-            for r in found
-            for f in r["stored"]
-            if f["bits"] == bits
-        ]
-        best: dict[tuple[int, float], float] = {}  # of several rates
-        for steps, size, loss in forms:
-            best[steps, size] = min(loss, best.get((steps, size), math.inf))
-        line = sorted((size, loss) for (steps, size), loss in best.items() if steps == usual)
-        if line:
-            dashes = "--" if label.startswith("dense") else "-"
-            axes.plot(*zip(*line, strict=True), dashes, label=label, **style)
-        for (steps, size), loss in best.items():
-            if steps != usual:
-                axes.plot(size, loss, markersize=11, markerfacecolor="none", linestyle="", **style)
-                axes.annotate(f"{steps} steps", (size, loss), (8, -3), textcoords="offset points", fontsize=7)
-    axes.set(xlabel="kilobytes (masks at log2 C(n, k) bits)", ylabel="validation loss (nats per token)")
-    axes.set_xscale("log")
-    axes.set_xticks([20, 50, 100, 200, 500], minor=False)
-    axes.set_xticks([], minor=True)
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.set_title(
-        f"Equal bytes after {usual} steps: tickets over density, dense over width", loc="left", fontsize=10
-    )
-    axes.legend(fontsize=8)
+    for axes, steps in zip(panels[0], lengths, strict=True):
+        for place, (label, runs, bits) in enumerate(curves):
+            best: dict[float, float] = {}
+            for record in runs:
+                for form in record["stored"]:
+                    if record["settings"]["steps"] == steps and form["bits"] == bits:
+                        size = form["bytes"] / 1000
+                        best[size] = min(form["loss"], best.get(size, math.inf))
+            if best:
+                dashes = "--" if label.startswith("dense") else "-"
+                style: dict[str, Any] = {"color": COLOURS[place], "marker": MARKERS[place]}
+                axes.plot(*zip(*sorted(best.items()), strict=True), dashes, label=label, **style)
+        axes.set(xlabel="kilobytes (masks at log2 C(n, k) bits)", ylabel="validation loss (nats per token)")
+        axes.set_xscale("log")
+        axes.set_xticks([20, 50, 100, 200, 500], minor=False)
+        axes.set_xticks([], minor=True)
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.set_title(f"Equal bytes after {steps} steps", loc="left", fontsize=10)
+        axes.legend(fontsize=7)
     finish(figure, folder / "bytes.png")
 
 
@@ -870,7 +866,9 @@ def draw_fig7(study: Study, records: Records, folder: Path) -> None:
     figure, axes = plt.subplots(figsize=(7, 4.5))
     labels = ("trained model", "ticket, factor 1", "ticket, factor n^(1/4)")
     for place, (label, kind) in enumerate(zip(labels, KINDS, strict=True)):
-        models = by(records.of("fig7", **kind), lambda record: record["task"])
+        models = by(
+            records.of("fig7", **kind), lambda record: (record["task"], record["settings"].get("n_layer"))
+        )
         for number, found in enumerate(models.values()):
             groups = by(found, lambda record: record["nonzero"])
             means, spreads = zip(

@@ -18,8 +18,8 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
 
-from hf_slt import checkpoints, training, verify_ticket
-from hf_slt.arguments import CONTROLS, FREE_TO_CHANGE, Arguments, parse_arguments
+from hf_slt import SupermaskGPT2LMHeadModel, checkpoints, training, verify_ticket
+from hf_slt.arguments import CONTROLS, FREE_TO_CHANGE, Arguments, RunArguments, parse_arguments
 from hf_slt.batches import Batches, block_order, validation_batches
 from hf_slt.checkpoints import CheckpointError
 from hf_slt.curvature_advice import attention_moments
@@ -28,6 +28,8 @@ from hf_slt.evaluation import evaluate_blocks
 from hf_slt.monitoring import Interruption, look_at, read_log
 from hf_slt.report import train_and_compare
 from hf_slt.training import Run, build_model, build_optimizer, density_at, group_of, rate_at, train
+
+from .cases import tiny_batch, tiny_config
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "recipes" / "train_gpt2_slt.py"
@@ -265,6 +267,25 @@ def test_sgd_steps_are_sgd(arguments):
     run.step()
     for (name, after), (_, other) in zip(run.model.named_parameters(), twin.named_parameters(), strict=True):
         torch.testing.assert_close(after.data, before[name] - 0.5 * other.grad, rtol=1e-5, atol=1e-8)
+
+
+def test_larger_first_scores_are_a_lower_rate():
+    """AdamW's steps do not depend on the gradient's size, nor a mask on that of all scores."""
+    ids, found = tiny_batch(), []
+    for times in (1, 4):  # a power of two: exact
+        model = SupermaskGPT2LMHeadModel(tiny_config())
+        with torch.no_grad():
+            for scores in model.parameters():
+                scores.mul_(times)
+        optimizer = build_optimizer(model, RunArguments(learning_rate=1e-2 * times))
+        for _ in range(5):
+            model(ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([scores / times for scores in model.parameters()])
+    first = SupermaskGPT2LMHeadModel(tiny_config()).parameters()
+    assert not any(torch.equal(one, other) for one, other in zip(first, found[0], strict=True))
+    assert all(map(torch.equal, *found))
 
 
 def test_masks_are_selected_once_per_optimizer_step(arguments, monkeypatch):
