@@ -27,8 +27,8 @@ ROOT = Path(__file__).parent.parent
 SLT = Path(sys.executable).with_name("slt")
 IDS = torch.arange(12).view(1, 12)
 CODE = set(
-    "configuration_supermask_gpt2.py entropy.py files.py layers.py masking.py modeling_supermask_gpt2.py "
-    "named_masks.py quantisation.py random_weights.py ticket.py".split()
+    "configuration_supermask_gpt2.py cross_entropy.py entropy.py files.py layers.py masking.py "
+    "modeling_supermask_gpt2.py named_masks.py quantisation.py random_weights.py ticket.py".split()
 )
 TICKET = {
     "mask.safetensors",

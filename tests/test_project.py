@@ -79,7 +79,8 @@ def test_the_package_is_flat_and_its_code_can_travel():
         "modeling_supermask_gpt2",
         "random_weights",
     )
-    for name in (*travelling, "ticket", "files", "entropy", "quantisation", "named_masks"):
+    others = ("ticket", "files", "entropy", "quantisation", "named_masks", "cross_entropy")
+    for name in (*travelling, *others):
         text = (PACKAGE / f"{name}.py").read_text()
         assert not re.search(r"^\s*from \. import|^\s*from \.\.|^\s*(import|from) hf_slt", text, re.M), name
 

@@ -90,6 +90,7 @@ def test_the_folder_holds_what_it_should(saved):
     } <= names
     assert {path for path in names if path.endswith(".py")} == {
         "configuration_supermask_gpt2.py",
+        "cross_entropy.py",
         "entropy.py",
         "files.py",
         "layers.py",
