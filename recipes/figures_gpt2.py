@@ -1,6 +1,6 @@
 """Does the query/key scale find better tickets? Figures 7 and 8 of arXiv 2511.04217, and more.
 
-    python recipes/figures_gpt2.py --preset quick     # a smoke test, under a minute
+    python recipes/figures_gpt2.py --preset quick     # a smoke test
     python recipes/figures_gpt2.py --preset cpu       # the study in recipes/README.md, two cores
     python recipes/figures_gpt2.py --preset long      # the same with more of everything: a day
     python recipes/figures_gpt2.py --preset paper     # the commands of the full study; --execute runs them
@@ -237,7 +237,7 @@ class Study:
     dense_rates: tuple[float, ...] = (1e-3, 3e-3, 1e-2)
     longer: tuple[int, ...] = (900, 2700)
     longer_widths: tuple[int, ...] = (48, 64, 72)
-    longer_rates: tuple[float, ...] = (3e-3,)  # the best of dense_rates for these widths
+    longer_rates: tuple[float, ...] = (3e-3,)  # the best of dense_rates for widths 48 and 64
     ablations: tuple[str, ...] = tuple(ABLATIONS)
     sizes: tuple[tuple[int, int], ...] = ((64, 2), (128, 2), (128, 4))  # figure 7: width, depth
     shorter: dict[str, Any] = field(default_factory=dict)

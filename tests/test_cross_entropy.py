@@ -125,8 +125,15 @@ def test_the_model_uses_it_and_a_loss_of_ones_own_replaces_it(monkeypatch):
 def test_compiled_models_use_the_stock_loss():
     model = SupermaskGPT2LMHeadModel(tiny_config())
     ids = torch.arange(32).view(2, 16) % model.config.vocab_size
-    compiled = torch.compile(model, backend="aot_eager")
-    torch.testing.assert_close(compiled(ids, labels=ids).loss, model(ids, labels=ids).loss)
+    eager = model(ids, labels=ids).loss
+    assert eager.grad_fn.name() == "CrossEntropyBackward"
+    model.loss_function = ForCausalLMLoss
+    stock = torch.compile(model, backend="aot_eager")(ids, labels=ids).loss
+    torch.compiler.reset()
+    model.loss_function = causal_lm_loss
+    ours = torch.compile(model, backend="aot_eager")(ids, labels=ids).loss
+    assert torch.equal(ours, stock)
+    torch.testing.assert_close(ours, eager)
 
 
 def test_per_example_gradients_of_a_model():
