@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .configuration_supermask_gpt2 import SupermaskGPT2Config
-    from .mask_algebra import combine_tickets, compare_tickets
-    from .modeling_supermask_gpt2 import (
+    from .model.configuration_supermask_gpt2 import SupermaskGPT2Config
+    from .model.modeling_supermask_gpt2 import (
         SupermaskGPT2ForSequenceClassification,
         SupermaskGPT2LMHeadModel,
         SupermaskGPT2Model,
     )
-    from .ticket import TicketError, verify_ticket
+    from .model.ticket import TicketError, verify_ticket
+    from .sharing.mask_algebra import combine_tickets, compare_tickets
 
 __version__ = "0.1.0"
 __all__ = [
@@ -32,14 +32,14 @@ __all__ = [
 ]
 
 _HOMES = {
-    "SupermaskGPT2Config": "configuration_supermask_gpt2",
-    "SupermaskGPT2ForSequenceClassification": "modeling_supermask_gpt2",
-    "SupermaskGPT2LMHeadModel": "modeling_supermask_gpt2",
-    "SupermaskGPT2Model": "modeling_supermask_gpt2",
-    "TicketError": "ticket",
-    "combine_tickets": "mask_algebra",
-    "compare_tickets": "mask_algebra",
-    "verify_ticket": "ticket",
+    "SupermaskGPT2Config": "model.configuration_supermask_gpt2",
+    "SupermaskGPT2ForSequenceClassification": "model.modeling_supermask_gpt2",
+    "SupermaskGPT2LMHeadModel": "model.modeling_supermask_gpt2",
+    "SupermaskGPT2Model": "model.modeling_supermask_gpt2",
+    "TicketError": "model.ticket",
+    "combine_tickets": "sharing.mask_algebra",
+    "compare_tickets": "sharing.mask_algebra",
+    "verify_ticket": "model.ticket",
 }
 
 
@@ -58,7 +58,8 @@ def register() -> None:
     import transformers
 
     config, modeling = (
-        importlib.import_module(f".{kind}_supermask_gpt2", __name__) for kind in ("configuration", "modeling")
+        importlib.import_module(f".model.{kind}_supermask_gpt2", __name__)
+        for kind in ("configuration", "modeling")
     )
     config_class = config.SupermaskGPT2Config
     transformers.AutoConfig.register(config_class.model_type, config_class, exist_ok=True)

@@ -224,16 +224,17 @@ def _add_encoding(parser: argparse.ArgumentParser, default: str | None) -> None:
 
 def inspect(args: argparse.Namespace) -> None:
     """Print what a ticket says of itself; nothing is drawn, and only a figure reads the masks."""
-    from .hub import fetch_ticket, measure_size
-    from .ticket import mask_path, read_header
+    from .model.ticket import mask_path, read_header
+    from .sharing.card import measure_size
+    from .sharing.hub import fetch_ticket
 
     folder = fetch_ticket(args.ticket, revision=args.revision, token=args.token)
     path = mask_path(folder)
     header = read_header(path)
     size = measure_size(folder, header)
     if args.figure:
-        from .plots import plot_masks
-        from .ticket import read_masks
+        from .model.ticket import read_masks
+        from .sharing.plots import plot_masks
 
         plot_masks(
             read_masks(path, header), args.figure, title=f"{folder.resolve().name}, seed {header.seed}"
@@ -284,8 +285,8 @@ def inspect(args: argparse.Namespace) -> None:
 
 def verify(args: argparse.Namespace) -> int:
     """Print one line for each fault, or that there is none."""
-    from .hub import fetch_ticket
-    from .ticket import find_faults, mask_path, read_header
+    from .model.ticket import find_faults, mask_path, read_header
+    from .sharing.hub import fetch_ticket
 
     folder = fetch_ticket(args.ticket, revision=args.revision, token=args.token)
     faults = 0
@@ -300,8 +301,8 @@ def verify(args: argparse.Namespace) -> int:
 
 def diff(args: argparse.Namespace) -> int:
     """Print how two masks of one backbone differ, or how their backbones do."""
-    from .hub import fetch_ticket
-    from .mask_algebra import compare_tickets
+    from .sharing.hub import fetch_ticket
+    from .sharing.mask_algebra import compare_tickets
 
     found = compare_tickets(fetch_ticket(args.one), fetch_ticket(args.other))
     if args.json:
@@ -334,8 +335,8 @@ def diff(args: argparse.Namespace) -> int:
 
 def combine(args: argparse.Namespace) -> None:
     """Write a ticket that keeps what all, any or most of several keep."""
-    from .hub import fetch_ticket
-    from .mask_algebra import combine_tickets
+    from .sharing.hub import fetch_ticket
+    from .sharing.mask_algebra import combine_tickets
 
     folders = [fetch_ticket(one) for one in args.tickets]
     header = combine_tickets(folders, args.how, args.output, encoding=args.encoding)
@@ -344,7 +345,7 @@ def combine(args: argparse.Namespace) -> None:
 
 def pack(args: argparse.Namespace) -> None:
     """Store the masks of a folder in another encoding."""
-    from .ticket import mask_path, read_header, rewrite_ticket
+    from .model.ticket import mask_path, read_header, rewrite_ticket
 
     before = mask_path(args.ticket)
     size = before.stat().st_size if before.exists() else 0
@@ -356,7 +357,7 @@ def pack(args: argparse.Namespace) -> None:
 
 def push(args: argparse.Namespace) -> None:
     """Upload a folder, and print the address."""
-    from .hub import push_ticket
+    from .sharing.hub import push_ticket
 
     print(
         push_ticket(
@@ -391,8 +392,8 @@ def merge(args: argparse.Namespace) -> None:
     """Write the masked weights as stock GPT-2, with the tokenizer if there is one."""
     import shutil
 
-    from .files import staged
-    from .hub import TOKENIZER_FILES, fetch_ticket
+    from .model.files import staged
+    from .sharing.hub import TOKENIZER_FILES, fetch_ticket
 
     folder = fetch_ticket(args.ticket, revision=args.revision, token=args.token)
     stock = _load_model(folder).merge_and_unload()
@@ -408,7 +409,7 @@ def generate(args: argparse.Namespace) -> None:
     """Print text as it comes."""
     from transformers import AutoTokenizer, TextStreamer, set_seed
 
-    from .hub import fetch_ticket
+    from .sharing.hub import fetch_ticket
 
     folder = fetch_ticket(args.ticket, revision=args.revision, token=args.token)
     options = {"mask": fetch_ticket(args.mask)} if args.mask else {}
@@ -438,7 +439,7 @@ def curvature(args: argparse.Namespace) -> None:
     import torch
     from transformers.utils import logging
 
-    from .curvature_advice import format_report, measure_saved, plot_report, report_facts
+    from .papers.curvature_report import format_report, measure_saved, plot_report, report_facts
 
     logging.disable_progress_bar()  # of loading; ours tells how long it takes
     report = measure_saved(
@@ -480,7 +481,7 @@ def _load_model(folder: Path, **options: Any) -> Any:
 
 def _evaluate(words: list[str]) -> int:
     from . import register
-    from .evaluation import main as evaluate
+    from .text.evaluation import main as evaluate
 
     register()
     return evaluate(words, "slt evaluate")

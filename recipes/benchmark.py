@@ -39,11 +39,11 @@ from transformers import GPT2LMHeadModel
 from transformers.utils import logging
 
 from hf_slt import SupermaskGPT2Config, SupermaskGPT2LMHeadModel
-from hf_slt.files import replacing
-from hf_slt.layers import SupermaskEmbedding, SupermaskLayer, SupermaskLinear
-from hf_slt.masking import Selector
-from hf_slt.random_weights import draw
-from hf_slt.training import dense_twin
+from hf_slt.model.files import replacing
+from hf_slt.model.layers import SupermaskEmbedding, SupermaskLayer, SupermaskLinear
+from hf_slt.model.masking import Selector
+from hf_slt.model.random_weights import draw
+from hf_slt.training.loop import dense_twin
 
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 TINY = {"n_layer": 2, "n_embd": 128, "n_head": 4, "vocab_size": 2048}

@@ -49,15 +49,15 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from hf_slt.arguments import Arguments, ModelArguments, RunArguments
-from hf_slt.batches import validation_batches
-from hf_slt.data import Corpus, DataArguments, TokenBlocks, load_blocks
-from hf_slt.evaluation import evaluate_blocks
-from hf_slt.files import replacing
-from hf_slt.hub import describe_environment
-from hf_slt.plots import COLOURS, MARKERS
-from hf_slt.ticket import MASK_FILE, Header, read_header
-from hf_slt.training import Run
+from hf_slt.model.files import replacing
+from hf_slt.model.ticket import MASK_FILE, Header, read_header
+from hf_slt.sharing.card import describe_environment
+from hf_slt.sharing.plots import COLOURS, MARKERS
+from hf_slt.text.blocks import Corpus, DataArguments, TokenBlocks, load_blocks
+from hf_slt.text.evaluation import evaluate_blocks
+from hf_slt.training.arguments import Arguments, ModelArguments, RunArguments
+from hf_slt.training.batches import validation_batches
+from hf_slt.training.loop import Run
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

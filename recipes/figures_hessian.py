@@ -34,14 +34,14 @@ from tqdm import tqdm
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_slt import SupermaskGPT2Config, SupermaskGPT2LMHeadModel
-from hf_slt.arguments import Arguments, parse_arguments
-from hf_slt.attention_hessian import attention_hessian
-from hf_slt.curvature import block_curvature
-from hf_slt.curvature_advice import advise, attention_moments
-from hf_slt.data import load_blocks
-from hf_slt.files import replacing
-from hf_slt.monitoring import read_log
-from hf_slt.training import build_model, train
+from hf_slt.model.files import replacing
+from hf_slt.papers.attention_hessian import attention_hessian
+from hf_slt.papers.curvature import block_curvature
+from hf_slt.papers.curvature_report import advise
+from hf_slt.text.blocks import load_blocks
+from hf_slt.training.arguments import Arguments, parse_arguments
+from hf_slt.training.loop import build_model, train
+from hf_slt.training.monitoring import attention_moments, read_log
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

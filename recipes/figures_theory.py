@@ -34,7 +34,7 @@ import torch
 from scipy.optimize import curve_fit
 from tqdm import tqdm
 
-from hf_slt import theory
+from hf_slt.papers import theory
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

@@ -10,9 +10,9 @@ same data and steps, and one table and figure show them all.
 import sys
 from pathlib import Path
 
-from hf_slt.arguments import parse_arguments
-from hf_slt.checkpoints import CheckpointError
-from hf_slt.report import train_and_compare
+from hf_slt.training.arguments import parse_arguments
+from hf_slt.training.checkpoints import CheckpointError
+from hf_slt.training.report import train_and_compare
 
 TEMPLATE = Path(__file__).parent.parent / "model_cards" / "template.md"
 

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, GPT2LMHeadModel, PreTrainedTokeni
 import hf_slt
 from hf_slt import SupermaskGPT2LMHeadModel
 from hf_slt.cli import main
-from hf_slt.curvature import BLOCKS, block_curvature
-from hf_slt.evaluation import evaluate_text
+from hf_slt.papers.curvature import BLOCKS, block_curvature
+from hf_slt.text.evaluation import evaluate_text
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 SLT = Path(sys.executable).parent / "slt"

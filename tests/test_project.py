@@ -109,7 +109,7 @@ def test_links_and_commands_name_files_that_are_there(page):
     for path in re.findall(r"recipes/[\w/]+\.(?:py|yaml)", page):
         assert (ROOT / path).exists(), path
     options = set(re.findall(r"--([a-z][a-z_]+) ", "\n".join(re.findall(r"```bash\n(.*?)```", page, re.S))))
-    from hf_slt.arguments import Arguments
+    from hf_slt.training.arguments import Arguments
 
     known = {
         *Arguments().flat(),
