@@ -2,9 +2,9 @@
 
     python recipes/mask_structure.py runs/nano/ticket [more tickets]
 
-`packed` is one bit a weight, `bound` is log2(n choose kept) a mask, `entropy` what
-hf_slt.model.entropy makes of it. Below them, models that know more than the count: the weights of a mask are
-put into groups, and each group has a density of its own, learned on the way by an urn (Beta-binomial) that starts at the mask's
+`packed` is one bit a weight, `bound` is log2(n choose kept) a mask, `entropy` what hf_slt.model.entropy
+makes of it. Below them, models that know more than the count: the weights of a mask are put into groups, and
+each group has a density of its own, learned on the way by an urn (Beta-binomial) that starts at the mask's
 density p, worth `a` weights already seen:
 
     P(next weight of a group is kept) = (kept so far + a p) / (seen so far + a)
