@@ -225,7 +225,7 @@ def _add_encoding(parser: argparse.ArgumentParser, default: str | None) -> None:
 def inspect(args: argparse.Namespace) -> None:
     """Print what a ticket says of itself; nothing is drawn, and only a figure reads the masks."""
     from .model.ticket import mask_path, read_header
-    from .sharing.card import measure_size
+    from .sharing.card import entropy_bits, measure_size
     from .sharing.hub import fetch_ticket
 
     folder = fetch_ticket(args.ticket, revision=args.revision, token=args.token)
@@ -233,17 +233,17 @@ def inspect(args: argparse.Namespace) -> None:
     header = read_header(path)
     size = measure_size(folder, header)
     if args.figure:
-        from .model.ticket import read_masks
+        from .model.ticket import read_ticket
         from .sharing.plots import plot_masks
 
         plot_masks(
-            read_masks(path, header), args.figure, title=f"{folder.resolve().name}, seed {header.seed}"
+            read_ticket(path).masks(), args.figure, title=f"{folder.resolve().name}, seed {header.seed}"
         )
     if args.json:
         tensors = {
             name: {
                 "shape": entry.shape, "law": entry.law, "scale": entry.scale, "size": entry.size,
-                "kept": entry.kept, "entropy_bits": entry.entropy_bits, "weight_sha256": entry.weight_sha256,
+                "kept": entry.kept, "entropy_bits": entropy_bits(entry), "weight_sha256": entry.weight_sha256,
                 "data_sha256": entry.data_sha256,
             }
             for name, entry in header.tensors.items()
@@ -266,7 +266,7 @@ def inspect(args: argparse.Namespace) -> None:
             f"{entry.scale:.4g}" if entry.scale is not None else "",
             f"{entry.size if entry.kept is None else entry.kept:,}",
             f"{1 if entry.kept is None else entry.kept / entry.size:.4f}",
-            f"{entry.entropy_bits / entry.size:.4f}" if entry.masked else "",
+            f"{entropy_bits(entry) / entry.size:.4f}" if entry.masked else "",
             (entry.weight_sha256 or "")[:8],
             (entry.data_sha256 or "")[:8],
         )
@@ -285,7 +285,8 @@ def inspect(args: argparse.Namespace) -> None:
 
 def verify(args: argparse.Namespace) -> int:
     """Print one line for each fault, or that there is none."""
-    from .model.ticket import find_faults, mask_path, read_header
+    from .model.ticket import mask_path, read_header
+    from .sharing.verify import find_faults
     from .sharing.hub import fetch_ticket
 
     folder = fetch_ticket(args.ticket, revision=args.revision, token=args.token)
@@ -345,7 +346,8 @@ def combine(args: argparse.Namespace) -> None:
 
 def pack(args: argparse.Namespace) -> None:
     """Store the masks of a folder in another encoding."""
-    from .model.ticket import mask_path, read_header, rewrite_ticket
+    from .model.ticket import mask_path, read_header
+    from .sharing.mask_algebra import rewrite_ticket
 
     before = mask_path(args.ticket)
     size = before.stat().st_size if before.exists() else 0

@@ -1,9 +1,11 @@
 """Configuration of a supermask GPT-2: GPT-2's own options, the seed, and how masks are found.
 
-Everything that fixes a frozen weight is here, so that a config and a seed are the weights:
+Everything that fixes a frozen weight is here, so that a config and a seed are the weights. A tensor is known
+by its name, which is stock GPT-2's, relative to the base model ("h.0.attn.c_proj"); query, key and value,
+which stock GPT-2 lays side by side in one matrix, have names of their own ("h.0.attn.c_attn.query"):
 
-    law, scale = config.law_of(name)                          # name as in stock GPT-2, e.g. "h.0.attn.c_proj"
-    weight     = random_weights.draw(config.seed, name, shape, law, scale)
+    spec   = config.tensor(name)       # name, shape, seed, law, scale, rule, density
+    weight = spec.draw()
 """
 
 import dataclasses
@@ -16,9 +18,8 @@ from huggingface_hub.dataclasses import strict
 from transformers import GenerationConfig, GPT2Config
 from transformers.utils import logging
 
-from .masking import RULES
 from .quantisation import BITS
-from .random_weights import GENERATOR, LAWS
+from .random_weights import GENERATOR, LAWS, TensorSpec
 
 logger = logging.get_logger(__name__)
 
@@ -30,7 +31,9 @@ _KNOWN_EXTRAS = frozenset(
     "decoder_start_token_id cross_attention_hidden_size tie_encoder_decoder pruned_heads tf_legacy_loss "
     "_attn_implementation_internal _experts_implementation_internal distributed_config".split()
 )
-_EMBEDDINGS = ("wte", "wpe", "lm_head")
+RULES = ("edge_popup",)
+EMBEDDINGS = ("wte", "wpe", "lm_head")  # an untied head follows the embeddings
+HEADS = ("lm_head", "score")  # a ticket that was trained with another head may lack them
 _GPT2_WIDTH = 768  # the width that GPT-2's initializer_range of 0.02 was made for
 
 
@@ -111,7 +114,7 @@ class SupermaskGPT2Config(GPT2Config):
         _one_of("embedding_law", self.embedding_law, (None, *LAWS))
         _one_of("embedding", self.embedding, ("masked", "frozen", "trained"))
         _one_of("state", self.state, ("scores", "ticket"))
-        _one_of("rule", self.rule, tuple(RULES))
+        _one_of("rule", self.rule, RULES)
         _one_of("embedding_bits", self.embedding_bits, (32, *BITS))
         if self.embedding_bits != 32 and self.embedding != "trained":
             raise ValueError(
@@ -162,10 +165,44 @@ class SupermaskGPT2Config(GPT2Config):
         """Width of the hidden layer of an MLP."""
         return self.n_inner if self.n_inner is not None else 4 * self.n_embd
 
+    def tensor_names(self) -> list[str]:
+        """The names of all tensors of the base model; a head of its own comes beside them."""
+        inside = [name for name in self._shapes() if "." in name]
+        return ["wte", "wpe", *(f"h.{block}.{name}" for block in range(self.n_layer) for name in inside)]
+
+    def tensor(self, name: str) -> TensorSpec:
+        """The description of one tensor."""
+        law, scale = self.law_of(name)
+        return TensorSpec(name, self.shape_of(name), self.seed, law, scale, self.rule, self.density)
+
+    def kind_of(self, name: str) -> str:
+        """What becomes of a tensor: "masked", "frozen" (all of it kept) or "trained" (its values stored)."""
+        return self.embedding if name in EMBEDDINGS else "masked"
+
+    def shape_of(self, name: str) -> tuple[int, int]:
+        """Rows and columns: inputs and outputs within a block, the other way in tables and heads."""
+        inside = name.split(".", 2)[-1] if name.startswith("h.") else name
+        return self._shapes()[inside]
+
+    def _shapes(self) -> dict[str, tuple[int, int]]:
+        width, qk, v = self.n_embd, self.n_head * self.qk_width, self.n_head * self.v_width
+        return {
+            "wte": (self.vocab_size, width),
+            "wpe": (self.n_positions, width),
+            "attn.c_attn.query": (width, qk),
+            "attn.c_attn.key": (width, qk),
+            "attn.c_attn.value": (width, v),
+            "attn.c_proj": (v, width),
+            "mlp.c_fc": (width, self.mlp_width),
+            "mlp.c_proj": (self.mlp_width, width),
+            "lm_head": (self.vocab_size, width),
+            "score": (self.num_labels or 2, width),
+        }
+
     def law_of(self, name: str) -> tuple[str, float]:
-        """Law and scale of the frozen tensor of this name, relative to the base model."""
+        """Law and scale of a tensor."""
         leaf = name.rsplit(".", 1)[-1]
-        embedding = leaf in _EMBEDDINGS
+        embedding = leaf in EMBEDDINGS
         law = self.embedding_law or self.law if embedding else self.law
         scale = 1.0
         if law in ("normal", "signed_constant"):

@@ -10,6 +10,7 @@ import re
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import (
     CommitOperationAdd,
@@ -29,10 +30,10 @@ from ..model.ticket import (
     TicketError,
     mask_path,
     read_header,
-    rewrite_ticket,
-    verify_ticket,
 )
 from .card import CARD_FILE, FIGURES, write_card
+from .mask_algebra import rewrite_ticket
+from .verify import verify_ticket
 
 TOKENIZER_FILES = (
     "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json merges.txt "
@@ -121,6 +122,14 @@ def push_ticket(
             commit_description=commit_description,
         )
     return str(commit.pr_url or commit.commit_url)
+
+
+def push_model(model: Any, repo_id: str, *, encoding: str = "packed", **options: Any) -> str:
+    """`push_to_hub` of a ticket in memory; tokenizer, card and figures come from where it was loaded."""
+    with tempfile.TemporaryDirectory() as folder:
+        header = model.save_ticket(folder, encoding=encoding)
+        copy_companions(model.name_or_path, folder, header)
+        return push_ticket(folder, repo_id, encoding=encoding, **options)
 
 
 def _code_files(folder: Path) -> set[str]:

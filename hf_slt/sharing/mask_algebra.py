@@ -4,23 +4,36 @@ overlap(A, B)  = |A and B| / |A or B|             Jaccard's; two random masks of
 hamming(A, B)  = |A xor B|                        weights on which they disagree
 """
 
+import json
 import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
+from pathlib import Path
 
 import numpy as np
 
+from ..model.files import staged
+from ..model.named_masks import backbone_differences
+from ..model.random_weights import digest
 from ..model.ticket import (
+    CONFIG_FILE,
+    ENCODINGS,
+    INDEX_FILE,
+    MASK_FILE,
+    MODEL_FILE,
+    WEIGHT_FILES,
     Header,
     TicketError,
-    backbone_differences,
     count_bits,
+    mask_digest,
     mask_path,
-    read_arrays,
-    read_header,
-    rewrite_ticket,
+    read_json,
+    read_ticket,
+    write_masks,
 )
+from .verify import verify_ticket
 
 Masks = Mapping[str, np.ndarray]  # packed, by tensor name
 
@@ -144,11 +157,61 @@ def combine_tickets(
 def _read_alike(sources: Sequence[str | os.PathLike]) -> list[tuple[Header, dict[str, np.ndarray]]]:
     read: list[tuple[Header, dict[str, np.ndarray]]] = []
     for source in sources:
-        path = mask_path(source)
-        header = read_header(path)
+        ticket = read_ticket(mask_path(source))
+        header = ticket.header
         if read and (differences := backbone_differences(read[0][0], header)):
             raise TicketError(
                 f"{sources[0]} and {source} are of different backbones: {'; '.join(differences[:3])}"
             )
-        read.append((header, read_arrays(path, header)))
+        read.append((header, ticket.arrays))
     return read
+
+
+def rewrite_ticket(
+    source: str | os.PathLike,
+    target: str | os.PathLike,
+    *,
+    encoding: str = "packed",
+    masks: Mapping[str, np.ndarray] | None = None,
+) -> Header:
+    """The ticket of one folder written to another (or the same), whole or not at all.
+
+    encoding: how the new file stores its masks.
+    masks: packed masks by tensor name, in place of those in `source`; the density becomes what they keep.
+    """
+    source, target = Path(source), Path(target)
+    if encoding not in ENCODINGS:
+        raise ValueError(f"encoding {encoding!r} is not one of {', '.join(map(repr, ENCODINGS))}")
+    verify_ticket(source, weights=False)
+    ticket = read_ticket(mask_path(source))
+    header, arrays = ticket.header, dict(ticket.arrays)
+    config = read_json(source / CONFIG_FILE)
+    if masks is not None:
+        arrays |= masks
+        entries = {
+            name: replace(entry, kept=count_bits(arrays[name]), data_sha256=digest(arrays[name]))
+            if entry.masked
+            else entry
+            for name, entry in header.tensors.items()
+        }
+        masked = [entry for entry in entries.values() if entry.masked]
+        density = sum(entry.kept or 0 for entry in masked) / sum(entry.size for entry in masked)
+        digest_of_all = mask_digest(entries)
+        changed = {"density": density, "mask_digest": digest_of_all}
+        config |= changed
+        header = replace(
+            header,
+            tensors=entries,
+            config={**header.config, **changed},
+            density=density,
+            mask_digest=digest_of_all,
+        )
+    header = replace(header, encoding=encoding)
+    with staged(target, stale=WEIGHT_FILES) as stage:
+        if target.resolve() != source.resolve():
+            for path in source.iterdir():
+                if path.is_file() and path.name not in (MASK_FILE, MODEL_FILE, INDEX_FILE, CONFIG_FILE):
+                    shutil.copyfile(path, stage / path.name)
+        write_masks(stage, header, arrays)
+        (stage / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    return header

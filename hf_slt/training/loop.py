@@ -27,15 +27,15 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from ..model.configuration_supermask_gpt2 import SupermaskGPT2Config
 from ..model.files import replacing
-from ..model.layers import SupermaskLayer
 from ..model.modeling_supermask_gpt2 import SupermaskGPT2LMHeadModel
-from ..model.ticket import verify_ticket
+from ..sharing.verify import verify_ticket
 from ..text.blocks import Corpus, StreamedBlocks, load_blocks
 from ..text.evaluation import evaluate_blocks
 from .arguments import FREE_TO_CHANGE, Arguments, ModelArguments, RunArguments
 from .batches import Batches, validation_batches
 from .checkpoints import WHOLE, Checkpoints, Snapshot
 from .monitoring import Clock, Interruption, Log, attention_moments, look_at, masks_of
+from .scores import ScoresLayer
 
 # -- functions of the step --------------------------------------------------------------------------
 
@@ -280,7 +280,7 @@ class Run:
         if self.done < self.steps:  # what is saved at the end is always of the density asked for
             density = density_at(self.done, density, run.density_start, run.density_steps)
         for module in self.accelerator.unwrap_model(self.model).modules():
-            if isinstance(module, SupermaskLayer):
+            if isinstance(module, ScoresLayer):
                 module.density = density
         return density
 

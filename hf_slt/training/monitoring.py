@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 from ..model.configuration_supermask_gpt2 import SupermaskGPT2Config
 from ..model.files import replacing
-from ..model.masking import RULES, keep_largest, kept_count
+from .selection import RULES, keep_largest, kept_count
 
 logger = logging.get_logger(__name__)
 
@@ -29,7 +29,7 @@ def masks_of(config: SupermaskGPT2Config, parameters: dict[str, Tensor], density
     """Boolean masks, by name of their scores, of whole parameters."""
     rank = RULES[config.rule].rank
     return {
-        name: keep_largest(rank(scores), kept_count(density, scores.numel()))
+        name: keep_largest(scores, kept_count(density, scores.numel()), rank)
         for name, scores in parameters.items()
         if name.endswith("scores")
     }

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ..model.files import replacing
-from ..model.ticket import MASK_FILE, read_header, read_masks
+from ..model.ticket import MASK_FILE, read_ticket
 from ..sharing.card import LABELS, describe_environment, gap_closed, write_card
 from ..sharing.plots import plot_comparison, plot_masks, plot_run
 from .arguments import Arguments
@@ -99,7 +99,7 @@ def _dress(folder: Path, template: Path, name: str, reports: Mapping[str, Any], 
     """Put figures and card beside the masks: the folder is then ready to share."""
     ticket = folder / "ticket"
     masks = ticket / MASK_FILE
-    plot_masks(read_masks(masks, read_header(masks)), ticket / "masks.png")
+    plot_masks(read_ticket(masks).masks(), ticket / "masks.png")
     for figure in ("curves.png", "comparison.png"):
         if (folder / figure).exists():
             (ticket / figure).write_bytes((folder / figure).read_bytes())

@@ -1,0 +1,261 @@
+"""Layers that learn: a frozen random weight and a score for each of its entries.
+
+    drawn  = draw(seed, name)                         buffer, never saved
+    scores                                            parameter, float32
+    weight = drawn * mask,  mask = largest(scores)    made in every forward
+    dL/dscore := dL/dmask * slope(score) = dL/dweight * drawn * slope(score)
+
+The step function has no gradient, so its derivative is taken as 1 (straight through); the rank of a score
+keeps its own slope: for edge-popup, which ranks by magnitude, the sign. Whoever asks such a layer for its
+`weight` gets the masked one, with that gradient.
+
+Importing this module teaches `hf_slt.model` to build models with scores.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..model.layers import (
+    LAYERS,
+    LOSSES,
+    DrawnLayer,
+    Embedding,
+    Entry,
+    FrozenEmbedding,
+    FrozenHead,
+    Head,
+    Linear,
+    SupermaskLayer,
+    masked_entry,
+    stored_entry,
+)
+from ..model.quantisation import largest_code
+from ..model.random_weights import TensorSpec, digest, draw
+from ..model.ticket import pack_mask
+from .loss import causal_lm_loss
+from .selection import RULES, keep_largest, kept_count, piece_size, traced_mask
+
+
+class ScoresLayer(DrawnLayer):
+    """A drawn weight under the mask of its scores; each tensor is ranked by itself."""
+
+    is_masked = True
+    body_name = "drawn"
+
+    def __init__(self, tensors: Sequence[TensorSpec]) -> None:
+        super().__init__(tensors)
+        self.density = tensors[0].density  # a loop may ramp it from step to step
+        self.rule = RULES[tensors[0].rule]
+        self.in_float32 = [self.attribute(tensor, "scores") for tensor in tensors]  # 16 bits would tie them
+        for tensor, name in zip(self.tensors, self.in_float32, strict=True):
+            self.register_parameter(name, nn.Parameter(torch.empty(tensor.shape, dtype=torch.float32)))
+        self._begin()
+
+    def stored(self) -> list[Tensor]:
+        return [getattr(self, name) for name in self.in_float32]
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        if self.drawn.is_meta:
+            return
+        for tensor, scores in zip(self.tensors, self.stored(), strict=True):
+            if not getattr(scores, "_is_hf_initialized", False):  # not what a checkpoint gave
+                scores.copy_(torch.from_numpy(self.first_scores(tensor)))
+        self._make_current()
+
+    def first_scores(self, tensor: TensorSpec) -> np.ndarray:
+        """Edge-popup's first scores, kaiming_uniform(a=sqrt 5): U[-1, 1] / sqrt(fan in)."""
+        fan_in = self.shape[0 if self.inputs_first else 1]
+        return draw(tensor.seed, tensor.name + ".scores", tensor.shape, "uniform", 1 / math.sqrt(fan_in))
+
+    @torch.no_grad()
+    def materialise(self) -> None:
+        for tensor, columns in self.places():
+            self.drawn[:, columns].copy_(torch.from_numpy(tensor.draw()))
+        self._made_from = self._sources()
+
+    def masks(self) -> list[Tensor]:
+        """The boolean mask of every tensor, as its scores stand."""
+        rank = self.rule.rank
+        return [keep_largest(one, kept_count(self.density, one.numel()), rank) for one in self.stored()]
+
+    def masked_weight(self) -> Tensor:
+        """The weight that this layer computes with, differentiable in its scores."""
+        self._make_current()
+        scores = self.stored()
+        # torch.func passes plain tensors for parameters; it and torch.compile want operators they know.
+        if torch.compiler.is_compiling() or not all(isinstance(one, nn.Parameter) for one in scores):
+            return self.drawn * torch.cat([self._traced_factor(one) for one in scores], -1).to(self.drawn.dtype)
+        with torch.no_grad():
+            masked = apply_mask(self.drawn, self.masks())
+        return MaskedWeight.apply(masked, self.drawn, self.rule.slope, *scores)
+
+    def _traced_factor(self, scores: Tensor) -> Tensor:
+        """The mask as a number whose derivative is that of the rank: x - x is 0, but has a gradient."""
+        ranked = self.rule.rank(scores)
+        mask = traced_mask(ranked, kept_count(self.density, scores.numel()))
+        return mask + (ranked - ranked.detach())
+
+    @property
+    def weight(self) -> Tensor:
+        return self.masked_weight()
+
+    def entries(self, path: str) -> Iterator[tuple[str, Entry, np.ndarray | None]]:
+        for tensor, mask in zip(self.tensors, self.masks(), strict=True):
+            key = f"{path}.{self.attribute(tensor, 'mask')}"
+            yield tensor.name, *masked_entry(tensor, digest(tensor.draw()), key, pack_mask(mask.cpu().numpy()))
+
+    @torch.no_grad()
+    def resized(self, rows: int) -> "ScoresLayer":
+        new, both = self._like_this(rows), min(rows, self.shape[0])
+        new.scores[:both] = self.scores[:both]
+        return new
+
+    def _apply(self, fn, recurse=True):
+        """Move with the model, but keep the scores in float32."""
+        before = [scores.detach() for scores in self.stored()]  # the values: a cast replaces .data
+        super()._apply(fn, recurse)
+        for new, old in zip(self.stored(), before, strict=True):
+            if new.dtype != torch.float32 and not new.is_meta:
+                gradient, new.grad = new.grad, None
+                new.data = old.to(new.device, torch.float32)
+                new.grad = None if gradient is None else gradient.to(torch.float32)
+        return self
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, density={self.density}"
+
+
+class MaskedWeight(torch.autograd.Function):
+    """Passes the masked weight through, and its gradient to the scores of each tensor, side by side."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(masked: Tensor, drawn: Tensor, slope: Callable[[Tensor], Tensor], *scores: Tensor) -> Tensor:
+        return masked.view_as(masked)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        _, drawn, ctx.slope, *scores = inputs
+        ctx.save_for_backward(drawn, *scores)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        drawn, *scores = ctx.saved_tensors
+        widths = [one.shape[-1] for one in scores]
+        parts = zip(grad.split(widths, -1), drawn.split(widths, -1), scores, strict=True)
+        times = _times if torch.is_grad_enabled() else _times_in_place  # it may be differentiated again
+        return None, None, None, *(times((g * w).to(s.dtype), s, ctx.slope) for g, w, s in parts)
+
+
+def _times(gradient: Tensor, scores: Tensor, slope: Callable) -> Tensor:
+    return gradient * slope(scores)
+
+
+def _times_in_place(gradient: Tensor, scores: Tensor, slope: Callable) -> Tensor:
+    """The same in pieces: a slope of full size costs 4 % of a step and 5 % of its memory (docs/speed.md)."""
+    rows = max(1, piece_size(scores) // scores.shape[-1])
+    for some, those in zip(gradient.split(rows, -2), scores.split(rows), strict=True):
+        some.mul_(slope(those))
+    return gradient
+
+
+def apply_mask(weight: Tensor, masks: Sequence[Tensor]) -> Tensor:
+    """weight * mask; the masks lie side by side in its columns."""
+    masked = torch.empty_like(weight)
+    widths, rows = [mask.shape[-1] for mask in masks], max(1, piece_size(weight) // weight.shape[-1])
+    for whole, factor, mask in zip(masked.split(widths, -1), weight.split(widths, -1), masks, strict=True):
+        for some, those, kept in zip(whole.split(rows), factor.split(rows), mask.split(rows), strict=True):
+            torch.mul(those, kept.view(torch.int8).to(those.dtype), out=some)
+    return masked
+
+
+class ValuesLayer(SupermaskLayer):
+    """Values that are trained as usual; computed with as the ticket will hold them, in 32, 8 or 4 bits."""
+
+    body_name = "values"
+
+    def __init__(self, tensors: Sequence[TensorSpec], bits: int = 32) -> None:
+        super().__init__(tensors)
+        self.bits = bits
+        self.values = nn.Parameter(torch.empty(self.shape))
+        self._begin()
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        if not self.values.is_meta and not getattr(self.values, "_is_hf_initialized", False):
+            self.values.copy_(torch.from_numpy(self.drawn_weight()))
+
+    def masked_weight(self) -> Tensor:
+        return self.values if self.bits == 32 else RoundedWeight.apply(self.values, self.bits)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.masked_weight()
+
+    def entries(self, path: str) -> Iterator[tuple[str, Entry, np.ndarray | None]]:
+        yield stored_entry(self.tensors[0], path, self.weight, self.bits)
+
+    @torch.no_grad()
+    def resized(self, rows: int) -> "ValuesLayer":
+        new, both = self._like_this(rows, bits=self.bits), min(rows, self.shape[0])
+        new.values[:both] = self.values[:both]
+        return new
+
+
+class RoundedWeight(torch.autograd.Function):
+    """Rows rounded to what 8 or 4 bits can hold, as by `quantisation.py`; the gradient passes through."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(weight: Tensor, bits: int) -> Tensor:
+        largest = weight.abs().amax(-1, keepdim=True).float()
+        steps = (largest / largest_code(bits)).view(torch.int32)
+        scales = ((steps + 0x1FFF) & ~0x1FFF).view(torch.float32).clamp_min(2**-14)
+        return ((weight / scales).round() * scales + 0.0).to(weight.dtype)  # + 0.0: no code is a minus zero
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class ScoresLinear(ScoresLayer, Linear):
+    """A linear layer whose mask is learned."""
+
+
+class ScoresEmbedding(ScoresLayer, Embedding):
+    """A table whose mask is learned."""
+
+
+class ScoresHead(ScoresLayer, Head):
+    """A head whose mask is learned."""
+
+
+class ValuesEmbedding(ValuesLayer, Embedding):
+    """A table whose values are trained."""
+
+
+class ValuesHead(ValuesLayer, Head):
+    """A head whose values are trained."""
+
+
+LAYERS["scores"] = {
+    ("masked", "linear"): ScoresLinear,
+    ("masked", "embedding"): ScoresEmbedding,
+    ("masked", "head"): ScoresHead,
+    ("frozen", "embedding"): FrozenEmbedding,
+    ("frozen", "head"): FrozenHead,
+    ("trained", "embedding"): ValuesEmbedding,
+    ("trained", "head"): ValuesHead,
+}
+LOSSES["scores"] = causal_lm_loss
