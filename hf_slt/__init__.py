@@ -1,22 +1,24 @@
 """hf_slt: a GPT-2 whose weights are never trained, a seed and a mask.
 
-Importing it registers the model with transformers' Auto classes, teaches it to learn (`training`) and to push
-its tickets with a card (`sharing`).
+Importing it registers the model with transformers' Auto classes, and adds to the code that travels with a ticket
+what that is too short for: layers that learn, saving, pushing, merging.
 """
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from .model.configuration_supermask_gpt2 import SupermaskGPT2Config
-from .model.files import SLTError
 from .model.modeling_supermask_gpt2 import (
     SupermaskGPT2ForSequenceClassification,
     SupermaskGPT2LMHeadModel,
     SupermaskGPT2Model,
-    SupermaskGPT2PreTrainedModel,
 )
-from .model.ticket import TicketError
+from .model.pretrained import TOOLS
+from .model.ticket import SLTError, TicketError
 from .sharing.hub import push_model
-from .sharing.mask_algebra import combine_tickets, compare_tickets
+from .sharing.mask_algebra import combine_tickets, compare_tickets, ticket_of_masks
+from .sharing.merging import merge_and_unload
+from .sharing.saving import describe, save_pretrained, save_ticket
+from .sharing.ternary import to_ternary
 from .sharing.verify import verify_ticket
 from .training import scores as _scores  # noqa: F401  the layers that learn register themselves
 
@@ -33,7 +35,15 @@ __all__ = [
     "verify_ticket",
 ]
 
-SupermaskGPT2PreTrainedModel._push_ticket = push_model
+TOOLS |= {
+    "describe": describe,
+    "from_mask_arrays": ticket_of_masks,
+    "merge_and_unload": merge_and_unload,
+    "push_to_hub": push_model,
+    "save_pretrained": save_pretrained,
+    "save_ticket": save_ticket,
+    "to_ternary": to_ternary,
+}
 AutoConfig.register(SupermaskGPT2Config.model_type, SupermaskGPT2Config)
 SupermaskGPT2Config.register_for_auto_class()  # for the Hub as well: the code travels with every save
 for _auto, _model in (

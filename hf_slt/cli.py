@@ -286,8 +286,8 @@ def inspect(args: argparse.Namespace) -> None:
 def verify(args: argparse.Namespace) -> int:
     """Print one line for each fault, or that there is none."""
     from .model.ticket import mask_path, read_header
-    from .sharing.verify import find_faults
     from .sharing.hub import fetch_ticket
+    from .sharing.verify import find_faults
 
     folder = fetch_ticket(args.ticket, revision=args.revision, token=args.token)
     faults = 0
@@ -394,7 +394,7 @@ def merge(args: argparse.Namespace) -> None:
     """Write the masked weights as stock GPT-2, with the tokenizer if there is one."""
     import shutil
 
-    from .model.files import staged
+    from .sharing.files import staged
     from .sharing.hub import TOKENIZER_FILES, fetch_ticket
 
     folder = fetch_ticket(args.ticket, revision=args.revision, token=args.token)

@@ -39,7 +39,7 @@ from transformers import GPT2LMHeadModel
 from transformers.utils import logging
 
 from hf_slt import SupermaskGPT2Config, SupermaskGPT2LMHeadModel
-from hf_slt.model.files import replacing
+from hf_slt.sharing.files import replacing
 from hf_slt.model.layers import SupermaskEmbedding, SupermaskLayer, SupermaskLinear
 from hf_slt.model.masking import Selector
 from hf_slt.model.random_weights import draw

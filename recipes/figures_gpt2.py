@@ -49,7 +49,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from hf_slt.model.files import replacing
+from hf_slt.sharing.files import replacing
 from hf_slt.model.ticket import MASK_FILE, Header, read_header
 from hf_slt.sharing.card import describe_environment
 from hf_slt.sharing.plots import COLOURS, MARKERS

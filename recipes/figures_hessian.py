@@ -34,7 +34,7 @@ from tqdm import tqdm
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_slt import SupermaskGPT2Config, SupermaskGPT2LMHeadModel
-from hf_slt.model.files import replacing
+from hf_slt.sharing.files import replacing
 from hf_slt.papers.attention_hessian import attention_hessian
 from hf_slt.papers.curvature import block_curvature
 from hf_slt.papers.curvature_report import advise

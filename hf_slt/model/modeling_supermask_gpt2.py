@@ -34,7 +34,6 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .configuration_supermask_gpt2 import SupermaskGPT2Config
 from .entropy import decode_masks  # noqa: F401  older transformers copy to their cache only what is named here
-from .files import staged  # noqa: F401  likewise
 from .layers import LOSSES, SupermaskLayer, make_layer
 from .named_masks import NamedMasks
 from .pretrained import TicketMixin

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .configuration_supermask_gpt2 import SupermaskGPT2Config
-from .layers import SupermaskLayer, TicketLayer, full_mask
+from .layers import SupermaskLayer, full_mask
 from .ticket import LOADING_KEYS, Header, Ticket, TicketError, find_mask_file, read_ticket
 
 _SWITCHING = threading.RLock()  # of all models: a lock of its own would keep a model from being copied
@@ -75,7 +75,7 @@ class NamedMasks:
     """The part of a supermask model that holds masks by name."""
 
     config: SupermaskGPT2Config
-    ticket_header: Callable[[], Header]
+    backbone: Callable[[], Header]
     supermask_layers: Callable[[], Iterator[tuple[str, SupermaskLayer]]]
 
     def __init__(self, *args, **kwargs) -> None:
@@ -107,7 +107,7 @@ class NamedMasks:
             raise ValueError(
                 f"there is a mask {name!r} already; delete_mask({name!r}) first, or take another name"
             )
-        ticket = read_fitting_ticket(source, self.ticket_header(), **options)
+        ticket = read_fitting_ticket(source, self.backbone(), **options)
         stored = {tensor: torch.from_numpy(array) for tensor, array in ticket.arrays.items()}
         header = ticket.header
         self._resting_masks[name] = _Mask(stored, header.density, header.rule, header.mask_digest)
@@ -121,7 +121,12 @@ class NamedMasks:
             if name is not None and name not in self._resting_masks:
                 raise ValueError(f"no mask {name!r}; there are {self.mask_names}")
             config = self.config
-            stored = {tensor: data.detach().cpu().clone() for _, tensor, data in self._stored()}
+            stored = {
+                tensor.name: torch.from_numpy(data.copy())
+                for _, layer in self.supermask_layers()
+                for tensor, data in zip(layer.tensors, layer.data(), strict=True)
+                if data is not None
+            }
             before = _Mask(stored, config.density, config.rule, config.mask_digest)
             try:
                 self._put(_Mask({}, 1.0, config.rule, None) if name is None else self._resting_masks[name])
@@ -162,7 +167,7 @@ class NamedMasks:
         for _, layer in self.supermask_layers():
             changed = False
             for tensor in layer.tensors:
-                if isinstance(layer, TicketLayer) and layer.is_masked:
+                if layer.kind == "masked":
                     packed, new = layer.packed_mask(tensor), mask.stored.get(tensor.name, full_mask(tensor))
                     if not torch.equal(new, packed.cpu()):
                         packed.copy_(new)
@@ -173,10 +178,3 @@ class NamedMasks:
                 layer.materialise()
         self.config.density, self.config.rule = mask.density, mask.rule
         self.config.mask_digest = mask.mask_digest
-
-    def _stored(self) -> Iterator[tuple[SupermaskLayer, str, Tensor]]:
-        for _, layer in self.supermask_layers():
-            if layer.is_masked:
-                yield from ((layer, tensor.name, layer.packed_mask(tensor)) for tensor in layer.tensors)
-            elif not isinstance(layer, TicketLayer):
-                yield layer, layer.tensors[0].name, layer.body

@@ -25,7 +25,7 @@ import math
 import os
 import stat
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +33,11 @@ import numpy as np
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
 from safetensors import SafetensorError
-from safetensors.numpy import load, save
+from safetensors.numpy import load
 
 from .configuration_supermask_gpt2 import HEADS, RULES, SupermaskGPT2Config
-from .entropy import decode_masks, encode_masks
-from .files import SLTError
-from .quantisation import BITS, dequantise, quantise, stored_form
+from .entropy import decode_masks
+from .quantisation import BITS, dequantise, stored_form
 from .random_weights import GENERATOR, LAWS, TensorSpec, digest
 
 FORMAT_VERSION = 1
@@ -55,7 +54,7 @@ SCALES = "_scales"  # after the key of quantised values: where the scales of the
 WEIGHT_FILES = r"mask\.safetensors|model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json"
 _LONGEST_JSON = 64 << 20  # bytes; a header of a thousand tensors takes one
 _DTYPES = {"uint8": "U8", "int8": "I8", "float16": "F16", "float32": "F32"}  # as safetensors names them
-_AGAIN = "download or copy the file again"  # the cure of all damage
+AGAIN = "download or copy the file again"  # the cure of all damage
 
 # What may differ between two configurations of one ticket: how it is loaded, not what it computes.
 LOADING_KEYS = frozenset(
@@ -63,6 +62,10 @@ LOADING_KEYS = frozenset(
     "label2id problem_type output_hidden_states output_attentions return_dict bos_token_id eos_token_id "
     "pad_token_id".split()
 )
+
+
+class SLTError(ValueError):
+    """Something the user can mend; the message names the value and the cure."""
 
 
 class TicketError(SLTError):
@@ -186,58 +189,11 @@ def count_bits(packed: np.ndarray) -> int:
 def mask_digest(tensors: Mapping[str, Entry]) -> str:
     """One digest of all stored data: SHA-256 over 'name digest' lines, sorted by name."""
     lines = (f"{name} {entry.data_sha256}\n" for name, entry in sorted(tensors.items()) if entry.key)
-    return _sha256("".join(lines))
+    return sha256("".join(lines))
 
 
-def _sha256(text: str) -> str:
+def sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-# -- writing --------------------------------------------------------------------------------------
-
-
-def write_masks(
-    directory: str | os.PathLike, header: Header, arrays: Mapping[str, np.ndarray], file_name: str = MASK_FILE
-) -> None:
-    """Write the mask file, and the index it needs, into a (staged) folder.
-
-    `arrays` by tensor name: packed masks, and trained values in float32; `header.encoding` says how the
-    masks are stored.
-    """
-    directory = Path(directory)
-    stored: dict[str, np.ndarray] = {}
-    for name, array in arrays.items():
-        entry = header.tensors[name]
-        key = str(entry.key)
-        if entry.bits in BITS:
-            stored[key], stored[key + SCALES] = quantise(array, entry.bits)
-        elif not (entry.masked and header.encoding == "entropy"):
-            stored[key] = array
-    if header.encoding == "entropy":
-        masked = header.masked()
-        packed, shapes = {name: arrays[name] for name in masked}, {n: e.shape for n, e in masked.items()}
-        stored[CODED_KEY] = encode_masks(packed, shapes)
-    text = json.dumps(asdict(header), sort_keys=True)
-    metadata = {"format": "pt", METADATA_KEY: text, DIGEST_KEY: _sha256(text)}
-    (directory / file_name).write_bytes(_in_order(save(stored, metadata)))
-    if file_name == MODEL_FILE:
-        return  # transformers looks there without being told
-    index = {
-        "metadata": {"total_size": sum(array.nbytes for array in stored.values())},
-        "weight_map": dict.fromkeys(sorted(stored), MASK_FILE),
-    }
-    (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _in_order(data: bytes) -> bytes:
-    """The same safetensors file with a sorted header: the library's order of metadata is random.
-
-    One ticket is then one sequence of bytes, and saving or pushing it again changes nothing.
-    """
-    length = int.from_bytes(data[:8], "little")
-    text = json.dumps(json.loads(data[8 : 8 + length]), sort_keys=True, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensors stay aligned
-    return len(text).to_bytes(8, "little") + text + data[8 + length :]
 
 
 # -- finding --------------------------------------------------------------------------------------
@@ -298,9 +254,9 @@ def _read_bytes(path: Path, limit: int) -> bytes:
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode):  # a device has no end, and a pipe waits for ever
-            raise TicketError(f"{path}: not a regular file; {_AGAIN}")
+            raise TicketError(f"{path}: not a regular file; {AGAIN}")
         if found.st_size > limit:
-            raise TicketError(f"{path}: {found.st_size} bytes, more than the {limit} it may have; {_AGAIN}")
+            raise TicketError(f"{path}: {found.st_size} bytes, more than the {limit} it may have; {AGAIN}")
         return path.read_bytes()
     except FileNotFoundError:
         raise TicketError(f"{path}: no such file; the ticket is incomplete") from None
@@ -319,9 +275,9 @@ def _parse_json(path: Path, data: bytes | str) -> dict[str, Any]:
     try:
         found = json.loads(data, object_pairs_hook=unique, parse_constant=refuse)
     except (ValueError, RecursionError) as error:
-        raise TicketError(f"{path}: not the JSON that it should be ({error}); {_AGAIN}") from None
+        raise TicketError(f"{path}: not the JSON that it should be ({error}); {AGAIN}") from None
     if not isinstance(found, dict):
-        raise TicketError(f"{path}: JSON, but not an object; {_AGAIN}")
+        raise TicketError(f"{path}: JSON, but not an object; {AGAIN}")
     return found
 
 
@@ -330,19 +286,19 @@ def read_table(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     try:
         size = path.stat().st_size
         if not path.is_file():
-            raise TicketError(f"{path}: not a regular file; {_AGAIN}")
+            raise TicketError(f"{path}: not a regular file; {AGAIN}")
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if not 0 < length <= min(size - 8, _LONGEST_JSON):
                 raise TicketError(
-                    f"{path}: a header of {length} bytes in a file of {size}: truncated; {_AGAIN}"
+                    f"{path}: a header of {length} bytes in a file of {size}: truncated; {AGAIN}"
                 )
             table = _parse_json(path, file.read(length))
     except FileNotFoundError:
         raise TicketError(f"{path}: no such file; a ticket holds its masks in {MASK_FILE}") from None
     metadata = table.pop("__metadata__", {})
     if not isinstance(metadata, dict):
-        raise TicketError(f"{path}: metadata that are not an object; {_AGAIN}")
+        raise TicketError(f"{path}: metadata that are not an object; {AGAIN}")
     return metadata, table
 
 
@@ -351,8 +307,8 @@ def _read_header(path: Path) -> tuple[Header, dict[str, Any]]:
     text = metadata.get(METADATA_KEY)
     if not isinstance(text, str):
         raise TicketError(f"{path}: no {METADATA_KEY!r} metadata; the file was not written by hf_slt")
-    if metadata != {"format": "pt", METADATA_KEY: text, DIGEST_KEY: _sha256(text)}:
-        raise TicketError(f"{path}: the metadata do not have the digest they name; {_AGAIN}")
+    if metadata != {"format": "pt", METADATA_KEY: text, DIGEST_KEY: sha256(text)}:
+        raise TicketError(f"{path}: the metadata do not have the digest they name; {AGAIN}")
     header = _parse_header(path, _parse_json(path, text))
     found = {
         key: (tuple(one.get("shape", ())), one.get("dtype")) if isinstance(one, dict) else one
@@ -370,7 +326,7 @@ def _read_header(path: Path) -> tuple[Header, dict[str, Any]]:
         odd = sorted(key for key in wanted.keys() | found.keys() if wanted.get(key) != found.get(key))
         raise TicketError(
             f"{path}: tensor {odd[0]} is {found.get(odd[0], 'missing')}, the metadata say "
-            f"{wanted.get(odd[0], 'nothing of it')}; {_AGAIN}"
+            f"{wanted.get(odd[0], 'nothing of it')}; {AGAIN}"
         )
     return header, table
 
@@ -400,7 +356,7 @@ def _parse_header(path: Path, facts: dict[str, Any]) -> Header:
             raise ValueError(f"seed {header.seed!r} or a configuration that is none")
         _check_tensors(header)
     except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
-        raise TicketError(f"{path}: metadata that describe no ticket ({error}); {_AGAIN}") from None
+        raise TicketError(f"{path}: metadata that describe no ticket ({error}); {AGAIN}") from None
     return header
 
 
@@ -429,17 +385,23 @@ def _check_tensors(header: Header) -> None:
         raise ValueError(f"state {config.state!r}, not 'ticket'")
     for key in ("seed", "rule", "density"):
         if getattr(config, key) != getattr(header, key):
-            raise ValueError(f"{key} {getattr(header, key)!r}, but {getattr(config, key)!r} in its configuration")
+            raise ValueError(
+                f"{key} {getattr(header, key)!r}, but {getattr(config, key)!r} in its configuration"
+            )
     names = set(config.tensor_names())
     if odd := sorted((names - header.tensors.keys()) | (header.tensors.keys() - names - set(HEADS))):
-        raise ValueError(f"{odd[0]} is missing" if odd[0] in names else f"{odd[0]} is no tensor of such a model")
+        raise ValueError(
+            f"{odd[0]} is missing" if odd[0] in names else f"{odd[0]} is no tensor of such a model"
+        )
     for name, entry in header.tensors.items():
         spec, kind = config.tensor(name), config.kind_of(name)
         wanted = (spec.shape, kind, *((None, None) if kind == "trained" else (spec.law, spec.scale)))
         if (found := (entry.shape, entry.kind, entry.law, entry.scale)) != wanted:
             raise ValueError(f"{name} is {found}, the configuration implies {wanted}")
         if kind == "trained" and entry.bits != config.embedding_bits:
-            raise ValueError(f"{name} has {entry.bits} bits a value, the configuration {config.embedding_bits}")
+            raise ValueError(
+                f"{name} has {entry.bits} bits a value, the configuration {config.embedding_bits}"
+            )
 
 
 def ticket_and_faults(path: Path) -> tuple[Ticket, list[TicketError]]:
@@ -456,7 +418,7 @@ def ticket_and_faults(path: Path) -> tuple[Ticket, list[TicketError]]:
                 {name: int(entry.kept or 0) for name, entry in masked.items()},
             )
     except (SafetensorError, OSError, ValueError, KeyError) as error:
-        return Ticket(path, header, {}), [TicketError(f"{path}: damaged ({error}); {_AGAIN}")]
+        return Ticket(path, header, {}), [TicketError(f"{path}: damaged ({error}); {AGAIN}")]
     faults = []
     for name, entry in header.tensors.items():
         if entry.key is None:
@@ -470,7 +432,7 @@ def ticket_and_faults(path: Path) -> tuple[Ticket, list[TicketError]]:
             faults.append(
                 TicketError(
                     f"{path}: {name} has digest {found[:8]}..., not the {str(entry.data_sha256)[:8]}... in "
-                    f"its metadata: damaged; {_AGAIN}"
+                    f"its metadata: damaged; {AGAIN}"
                 )
             )
         elif entry.masked and not _is_mask(arrays[name], entry):
@@ -479,7 +441,7 @@ def ticket_and_faults(path: Path) -> tuple[Ticket, list[TicketError]]:
         faults.append(
             TicketError(
                 f"{path}: digest {found[:8]}... of all masks is not the {str(header.mask_digest)[:8]}... in "
-                f"its metadata; {_AGAIN}"
+                f"its metadata; {AGAIN}"
             )
         )
     return Ticket(path, header, arrays), faults

@@ -178,7 +178,7 @@ class _PlainModel:
         self.model.set_attn_implementation("eager")
         # Of the model given: they can draw their weights.
         self.frozen_layers: dict[str, Any] = {
-            path: layer for path, layer in masked.items() if layer.is_masked
+            path: layer for path, layer in masked.items() if layer.kind == "masked"
         }
         self.qk_factor = qk_factor
         if layer_norm == "remove":

@@ -21,9 +21,9 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from ..model.files import replacing
 from ..model.quantisation import BITS
 from ..model.ticket import CONFIG_FILE, Entry, Header, mask_path
+from .files import replacing
 from .verify import verify_ticket
 
 CARD_FILE = "README.md"
@@ -232,7 +232,9 @@ def entropy_bits(entry: Entry) -> float:
     """
     if entry.kept is None:
         return 0.0
-    nats = math.lgamma(entry.size + 1) - math.lgamma(entry.kept + 1) - math.lgamma(entry.size - entry.kept + 1)
+    nats = (
+        math.lgamma(entry.size + 1) - math.lgamma(entry.kept + 1) - math.lgamma(entry.size - entry.kept + 1)
+    )
     return nats / math.log(2)
 
 

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from ..model.files import staged
+from ..sharing.files import staged
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 _FILES = ("model.safetensors", "optimizer.safetensors")

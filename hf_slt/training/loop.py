@@ -26,8 +26,8 @@ from tqdm.auto import tqdm
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from ..model.configuration_supermask_gpt2 import SupermaskGPT2Config
-from ..model.files import replacing
 from ..model.modeling_supermask_gpt2 import SupermaskGPT2LMHeadModel
+from ..sharing.files import replacing
 from ..sharing.verify import verify_ticket
 from ..text.blocks import Corpus, StreamedBlocks, load_blocks
 from ..text.evaluation import evaluate_blocks

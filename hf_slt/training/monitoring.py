@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..model.configuration_supermask_gpt2 import SupermaskGPT2Config
-from ..model.files import replacing
+from ..sharing.files import replacing
 from .selection import RULES, keep_largest, kept_count
 
 logger = logging.get_logger(__name__)

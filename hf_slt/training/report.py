@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ..model.files import replacing
 from ..model.ticket import MASK_FILE, read_ticket
 from ..sharing.card import LABELS, describe_environment, gap_closed, write_card
+from ..sharing.files import replacing
 from ..sharing.plots import plot_comparison, plot_masks, plot_run
 from .arguments import Arguments
 from .loop import check_twin, train

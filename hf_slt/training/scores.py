@@ -13,7 +13,7 @@ Importing this module teaches `hf_slt.model` to build models with scores.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -24,17 +24,14 @@ from ..model.layers import (
     LOSSES,
     DrawnLayer,
     Embedding,
-    Entry,
     FrozenEmbedding,
     FrozenHead,
     Head,
     Linear,
     SupermaskLayer,
-    masked_entry,
-    stored_entry,
 )
 from ..model.quantisation import largest_code
-from ..model.random_weights import TensorSpec, digest, draw
+from ..model.random_weights import TensorSpec, draw
 from ..model.ticket import pack_mask
 from .loss import causal_lm_loss
 from .selection import RULES, keep_largest, kept_count, piece_size, traced_mask
@@ -43,7 +40,6 @@ from .selection import RULES, keep_largest, kept_count, piece_size, traced_mask
 class ScoresLayer(DrawnLayer):
     """A drawn weight under the mask of its scores; each tensor is ranked by itself."""
 
-    is_masked = True
     body_name = "drawn"
 
     def __init__(self, tensors: Sequence[TensorSpec]) -> None:
@@ -89,7 +85,9 @@ class ScoresLayer(DrawnLayer):
         scores = self.stored()
         # torch.func passes plain tensors for parameters; it and torch.compile want operators they know.
         if torch.compiler.is_compiling() or not all(isinstance(one, nn.Parameter) for one in scores):
-            return self.drawn * torch.cat([self._traced_factor(one) for one in scores], -1).to(self.drawn.dtype)
+            return self.drawn * torch.cat([self._traced_factor(one) for one in scores], -1).to(
+                self.drawn.dtype
+            )
         with torch.no_grad():
             masked = apply_mask(self.drawn, self.masks())
         return MaskedWeight.apply(masked, self.drawn, self.rule.slope, *scores)
@@ -104,10 +102,8 @@ class ScoresLayer(DrawnLayer):
     def weight(self) -> Tensor:
         return self.masked_weight()
 
-    def entries(self, path: str) -> Iterator[tuple[str, Entry, np.ndarray | None]]:
-        for tensor, mask in zip(self.tensors, self.masks(), strict=True):
-            key = f"{path}.{self.attribute(tensor, 'mask')}"
-            yield tensor.name, *masked_entry(tensor, digest(tensor.draw()), key, pack_mask(mask.cpu().numpy()))
+    def data(self) -> list[np.ndarray | None]:
+        return [pack_mask(mask.cpu().numpy()) for mask in self.masks()]
 
     @torch.no_grad()
     def resized(self, rows: int) -> "ScoresLayer":
@@ -178,6 +174,7 @@ def apply_mask(weight: Tensor, masks: Sequence[Tensor]) -> Tensor:
 class ValuesLayer(SupermaskLayer):
     """Values that are trained as usual; computed with as the ticket will hold them, in 32, 8 or 4 bits."""
 
+    kind = "trained"
     body_name = "values"
 
     def __init__(self, tensors: Sequence[TensorSpec], bits: int = 32) -> None:
@@ -198,8 +195,8 @@ class ValuesLayer(SupermaskLayer):
     def weight(self) -> Tensor:
         return self.masked_weight()
 
-    def entries(self, path: str) -> Iterator[tuple[str, Entry, np.ndarray | None]]:
-        yield stored_entry(self.tensors[0], path, self.weight, self.bits)
+    def data(self) -> list[np.ndarray | None]:
+        return [self.weight.detach().float().cpu().numpy()]
 
     @torch.no_grad()
     def resized(self, rows: int) -> "ValuesLayer":
