@@ -1,7 +1,7 @@
 """hf_slt: a GPT-2 whose weights are never trained, a seed and a mask.
 
-Importing it registers the model with transformers' Auto classes, and adds to the code that travels with a ticket
-what that is too short for: layers that learn, saving, pushing, merging.
+Importing it registers the model with transformers' Auto classes, and adds to the code that travels with a
+ticket what that is too short for: layers that learn, saving, pushing, merging.
 """
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -17,10 +17,10 @@ from .model.ticket import SLTError, TicketError
 from .sharing.hub import push_model
 from .sharing.mask_algebra import combine_tickets, compare_tickets, ticket_of_masks
 from .sharing.merging import merge_and_unload
-from .sharing.saving import describe, save_pretrained, save_ticket
+from .sharing.saving import save_pretrained, save_ticket
 from .sharing.ternary import to_ternary
 from .sharing.verify import verify_ticket
-from .training import scores as _scores  # noqa: F401  the layers that learn register themselves
+from .training.resizing import resize_token_embeddings  # and with it the layers that learn
 
 __version__ = "0.1.0"
 __all__ = [
@@ -36,10 +36,10 @@ __all__ = [
 ]
 
 TOOLS |= {
-    "describe": describe,
     "from_mask_arrays": ticket_of_masks,
     "merge_and_unload": merge_and_unload,
     "push_to_hub": push_model,
+    "resize_token_embeddings": resize_token_embeddings,
     "save_pretrained": save_pretrained,
     "save_ticket": save_ticket,
     "to_ternary": to_ternary,

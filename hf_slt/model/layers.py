@@ -16,8 +16,6 @@ is never stale. Threads may share a layer as long as none of them writes to it.
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,11 +23,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .random_weights import TensorSpec, digest
-from .ticket import pack_mask, unpack_mask
+from .ticket import unpack_mask
 
 # By state of the model, then by what becomes of the tensor and how it is used.
 LAYERS: dict[str, dict[tuple[str, str], Callable[..., "SupermaskLayer"]]] = {}
-
 LOSSES: dict[str, Callable] = {}  # by state too, where transformers' own is not the best
 
 
@@ -107,13 +104,10 @@ class SupermaskLayer(nn.Module):
         """The frozen matrix before any mask, in float32."""
         return np.concatenate([tensor.draw() for tensor in self.tensors], axis=1)
 
-    def masked_weight(self) -> Tensor:
-        """The matrix that this layer computes with."""
-        raise NotImplementedError
-
-    def reset(self) -> None:
-        """Fill in whatever was not loaded: transformers' `_init_weights` for this layer."""
-        raise NotImplementedError
+    # masked_weight() -> Tensor              the matrix that the layer computes with
+    # data() -> list[np.ndarray | None]      what a ticket stores of each tensor: its packed mask, its trained
+    #                                        values in float32, or nothing
+    # reset()                                fills in whatever was not loaded, as transformers' _init_weights
 
     def _begin(self) -> None:
         if not self.body.is_meta:
@@ -123,19 +117,6 @@ class SupermaskLayer(nn.Module):
     def key(self, tensor: TensorSpec) -> str:
         """Under which name a ticket's layer has what it stores of a tensor."""
         return "weight" if self.kind == "trained" else self.attribute(tensor, "mask")
-
-    def data(self) -> list[np.ndarray | None]:
-        """What a ticket stores of each tensor: its packed mask, its trained values in float32, or nothing."""
-        raise NotImplementedError
-
-    def resized(self, rows: int) -> "SupermaskLayer":
-        """This table with other rows: those in both keep what they have, new ones are drawn."""
-        raise NotImplementedError
-
-    def _like_this(self, rows: int, **options: Any) -> Any:
-        (tensor,) = self.tensors
-        new = type(self)([replace(tensor, shape=(rows, tensor.shape[1]))], **options)
-        return new.to(self.body.device, self.body.dtype).train(self.training)
 
     def extra_repr(self) -> str:
         return f"{self.shape[0]}, {self.shape[1]}"
@@ -189,13 +170,8 @@ class DrawnLayer(SupermaskLayer):
         super().__init__(tensors)
         self.register_buffer(self.body_name, torch.empty(self.shape), persistent=False)
 
-    def stored(self) -> list[Tensor]:
-        """What a state dict brings: masks or scores, by tensor."""
-        raise NotImplementedError
-
-    def materialise(self) -> None:
-        """Draw into the buffer, in its dtype."""
-        raise NotImplementedError
+    # stored() -> list[Tensor]     what a state dict brings, by tensor: masks or scores
+    # materialise()                draws into the buffer, in its dtype
 
     def _sources(self) -> list[Stamp]:
         """What the buffer must still be made from to be current: at least itself."""
@@ -256,10 +232,7 @@ class TicketLayer(DrawnLayer):
         """The stored bits of a tensor's mask."""
         packed = getattr(self, self.attribute(tensor, "mask"))
         if packed.is_meta and not self.weight.is_meta:
-            raise RuntimeError(
-                f"the mask of {tensor.name} was offloaded and holds no data: load with offload_buffers=False; "
-                "masks are small"
-            )
+            raise RuntimeError(f"the mask of {tensor.name} was offloaded; load with offload_buffers=False")
         return packed
 
     def masked_part(self, tensor: TensorSpec) -> np.ndarray:
@@ -282,16 +255,6 @@ class TicketLayer(DrawnLayer):
 
     def data(self) -> list[np.ndarray | None]:
         return [mask.cpu().numpy() for mask in self.stored()] or [None]
-
-    @torch.no_grad()
-    def resized(self, rows: int) -> "TicketLayer":
-        new, (tensor,) = self._like_this(rows), self.tensors
-        if self.kind == "masked":
-            mask = unpack_mask(self.packed_mask(tensor).cpu().numpy(), tensor.shape)[:rows]
-            more = np.ones((rows - len(mask), tensor.shape[1]), bool)
-            new.packed_mask(new.tensors[0]).copy_(torch.from_numpy(pack_mask(np.concatenate([mask, more]))))
-            new.materialise()
-        return new
 
     def _sources(self) -> list[Stamp]:
         return super()._sources() + [Stamp(mask) for mask in self.stored()]
@@ -351,12 +314,6 @@ class StoredLayer(SupermaskLayer):
 
     def data(self) -> list[np.ndarray | None]:
         return [self.weight.detach().float().cpu().numpy()]
-
-    @torch.no_grad()
-    def resized(self, rows: int) -> "StoredLayer":
-        new, both = self._like_this(rows, bits=self.bits), min(rows, self.shape[0])
-        new.weight[:both] = self.weight[:both]
-        return new
 
 
 class StoredEmbedding(StoredLayer, Embedding):

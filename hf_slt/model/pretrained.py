@@ -8,7 +8,6 @@ ticket's files itself, it is handed the arrays. What a model of scores needs is 
 
 import contextlib
 import copy
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -19,17 +18,16 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from .configuration_supermask_gpt2 import HEADS, SupermaskGPT2Config
-from .layers import DrawnLayer, SupermaskLayer, TicketLayer
+from .configuration_supermask_gpt2 import SupermaskGPT2Config
+from .layers import DrawnLayer, SupermaskLayer
 from .named_masks import read_fitting_ticket
 from .ticket import (
     CONFIG_FILE,
     MASK_FILE,
     MODEL_FILE,
-    Entry,
-    Header,
     Ticket,
     TicketError,
+    check_tensors,
     check_weights,
     find_mask_file,
     read_json,
@@ -91,16 +89,11 @@ class TicketMixin:
         mean_resizing: bool = True,
     ) -> nn.Module:
         """As in transformers, except that new rows are drawn like all others: a mean row has no seed."""
-        rows = new_num_tokens if new_num_tokens is not None else self.config.vocab_size
-        if pad_to_multiple_of is not None:
-            rows = -(-rows // pad_to_multiple_of) * pad_to_multiple_of
-        if rows != self.config.vocab_size:
-            self.config.vocab_size = rows
-            tables: list[tuple[nn.Module, str]] = [(self.base_model, "wte"), (self, "lm_head")]
-            for owner, name in tables:
-                if hasattr(owner, name):  # a tied head is the embedding
-                    setattr(owner, name, getattr(owner, name).resized(rows))
-        return self.get_input_embeddings()
+        multiple = pad_to_multiple_of or 1
+        rows = (
+            -(-(self.config.vocab_size if new_num_tokens is None else new_num_tokens) // multiple) * multiple
+        )
+        return self._tool("resize_token_embeddings")(self, rows)
 
     # -- in memory -------------------------------------------------------------------------------
 
@@ -117,21 +110,6 @@ class TicketMixin:
     def from_mask_arrays(cls, config: SupermaskGPT2Config, masks: Mapping[str, np.ndarray]):
         """A ticket, in memory, of these masks by tensor name; all that the configuration has are needed."""
         return cls._tool("from_mask_arrays")(cls, config, masks)
-
-    def backbone(self) -> Header:
-        """What a mask must fit: the header of a ticket of this model, without the masks and all digests."""
-        config = copy.deepcopy(self.config)
-        config.state, config.auto_map, config.architectures = "ticket", dict(AUTO_MAP), [type(self).__name__]
-        config.dtype = str(self.dtype).removeprefix("torch.")
-        tensors = {}
-        for path, layer in self.supermask_layers():
-            for tensor in layer.tensors:
-                key = None if layer.kind == "frozen" else f"{path}.{layer.key(tensor)}"
-                law = (None, None) if layer.kind == "trained" else (tensor.law, tensor.scale)
-                kept = 0 if layer.kind == "masked" else None
-                tensors[tensor.name] = Entry(tensor.shape, key, *law, kept=kept, bits=layer.bits)
-        facts = json.loads(config.to_json_string())
-        return Header(config.seed, facts, tensors, config.density, config.rule)
 
     def to_ticket(self):
         """This model as a ticket, in memory: masks in place of scores."""
@@ -152,12 +130,6 @@ class TicketMixin:
             ticket.generation_config = copy.deepcopy(self.generation_config)
         return ticket.to(self.device, self.dtype).eval()
 
-    def redraw_weights(self) -> None:
-        """Draw every frozen weight again in the present dtype: undoes what a cast to 16 bits lost."""
-        for _, layer in self.supermask_layers():
-            if isinstance(layer, DrawnLayer):
-                layer.materialise()
-
     # -- out: by tools of the package, which do not travel ---------------------------------------
 
     def save_pretrained(
@@ -167,34 +139,25 @@ class TicketMixin:
         push_to_hub: bool = False,
         **kwargs,
     ) -> None:
-        """As in transformers, but atomic: the scores to go on from, or the ticket if this is one.
-
-        A ticket is one file, whatever `max_shard_size`: it is small.
-        """
+        """As in transformers, but atomic: the scores to go on from, or the ticket if this is one."""
         self._tool("save_pretrained")(self, save_directory, is_main_process, push_to_hub, **kwargs)
 
     def save_ticket(self, save_directory: str | os.PathLike, *, encoding: str = "packed") -> Any:
-        """Write config, masks and the code that loads them; no weight is inside. Returns the header.
+        """Write config, masks and the code that loads them, and return the header; no weight is inside.
 
         encoding: `"packed"`, one bit a weight, or `"entropy"`, smaller where the density is not a half.
-        What else is in the folder (tokenizer, card) stays; weights of an earlier save are removed.
         """
         return self._tool("save_ticket")(self, save_directory, encoding=encoding)
 
     def push_to_hub(self, repo_id: str, **kwargs) -> str:
         """As in transformers; of a ticket the mask file, config, code, tokenizer and card are uploaded.
 
-        encoding: how the masks are stored, see `save_ticket`.
-        Tokenizer, card and figures are taken from the folder that the ticket was loaded from, if it holds
-        them; a card that is not there is written.
+        encoding: how the masks are stored, see `save_ticket`. Tokenizer, card and figures come from the folder
+        that the ticket was loaded from; a card that is not there is written.
         """
         if self.config.state != "ticket":
             return super().push_to_hub(repo_id, **kwargs)
         return self._tool("push_to_hub")(self, repo_id, **kwargs)
-
-    def ticket_header(self) -> Any:
-        """What a ticket of this model says of itself: seed, laws, what is kept, digests, configuration."""
-        return self._tool("describe")(self)[0]
 
     def merge_and_unload(self) -> PreTrainedModel:
         """A stock GPT-2 with the masked weights: the same logits, no code of ours, ordinary size."""
@@ -258,46 +221,32 @@ class TicketMixin:
     def _from_ticket(cls, ticket: Ticket, config: PreTrainedConfig, name: str, *args, **kwargs):
         header, keys = ticket.header, ticket.header.tensors
         config.density, config.rule, config.mask_digest = header.density, header.rule, header.mask_digest
+        try:  # the caller may have given another configuration than the ticket's own
+            check_tensors(header, config, sizes=not kwargs.get("ignore_mismatched_sizes"))
+        except ValueError as error:
+            raise TicketError(f"{ticket.path}: {error}; load it with its own configuration") from None
         if config.dtype is None:
             kwargs.setdefault("dtype", torch.get_default_dtype())  # masks do not tell it
         state = {str(keys[one].key): torch.from_numpy(array) for one, array in ticket.arrays.items()}
         loaded = super().from_pretrained(None, *args, config=config, state_dict=state, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         model.config.name_or_path = model.name_or_path = name
-        model._check_against(ticket, bool(kwargs.get("ignore_mismatched_sizes")))
+        model._check_against(ticket)
         return loaded
 
-    def _check_against(self, ticket: Ticket, ignore_mismatched_sizes: bool) -> None:
-        """Raise TicketError unless every weight in this model is the one that the ticket was made with.
-
-        The file is checked by now; but a caller may have given another configuration than its own.
-        """
-        path = ticket.path
-        for layer, tensor in (
-            (layer, tensor) for _, layer in self.supermask_layers() for tensor in layer.tensors
-        ):
-            entry, name = ticket.header.tensors.get(tensor.name), tensor.name
-            if entry is None:
-                if name in HEADS:
-                    continue  # a new head on a trained ticket: transformers has warned of it
-                raise TicketError(f"{path}: no mask for {name}; it belongs to a smaller model")
-            if entry.shape != tensor.shape:
-                if ignore_mismatched_sizes:
-                    continue
-                raise TicketError(f"{path}: {name} has shape {entry.shape}, the model wants {tensor.shape}")
-            if not isinstance(layer, TicketLayer):  # trained values
+    def _check_against(self, ticket: Ticket) -> None:
+        """Raise TicketError unless every weight in this model is the one that the ticket was made with."""
+        for _, layer in self.supermask_layers():
+            if layer.kind == "trained":
                 layer.requires_grad_(False)  # transformers loads every float as trainable
                 continue
-            if (entry.law, entry.scale) != (tensor.law, tensor.scale):
-                raise TicketError(
-                    f"{path}: {name} was drawn by law and scale {entry.law, entry.scale}, the configuration "
-                    f"says {tensor.law, tensor.scale}"
-                )
-            check_weights(path, name, entry, layer.weight_digests[name])
-            if layer.kind == "masked" and not np.array_equal(
-                layer.packed_mask(tensor).cpu(), ticket.arrays[name]
-            ):
-                raise TicketError(f"{path}: the mask of {name} was not loaded; see the load report above")
+            for tensor, mask in zip(layer.tensors, layer.data(), strict=True):
+                entry = ticket.header.tensors.get(tensor.name)
+                if entry is None or entry.shape != tensor.shape:
+                    continue  # a new head, or a size that the caller wanted to ignore: transformers warned
+                check_weights(ticket.path, tensor.name, entry, layer.weight_digests[tensor.name])
+                if mask is not None and not np.array_equal(mask, ticket.arrays[tensor.name]):
+                    raise TicketError(f"{ticket.path}: the mask of {tensor.name} was not loaded; see above")
 
 
 def _holds_scores(mask_file: Path) -> bool:

@@ -143,7 +143,7 @@ def _read_alike(sources: Sequence[str | os.PathLike]) -> list[tuple[Header, dict
     for source in sources:
         ticket = read_ticket(mask_path(source))
         header = ticket.header
-        if read and (differences := backbone_differences(read[0][0], header)):
+        if read and (differences := backbone_differences(read[0][0].config, header.config)):
             raise TicketError(
                 f"{sources[0]} and {source} are of different backbones: {'; '.join(differences[:3])}"
             )

@@ -1,8 +1,9 @@
-"""Tickets written: from a model in memory, or from another ticket. What is written is told in `model/ticket.py`.
+"""Tickets written, from a model in memory or from another ticket; `model/ticket.py` tells what is written.
 
 model -> describe: header and arrays -> write_masks -> mask.safetensors, index; config, code -> one rename
 """
 
+import copy
 import json
 import os
 import shutil
@@ -31,6 +32,7 @@ from ..model.ticket import (
     MODEL_FILE,
     SCALES,
     WEIGHT_FILES,
+    Entry,
     Header,
     count_bits,
     mask_digest,
@@ -47,20 +49,29 @@ _HUB_OPTIONS = ("repo_id", "commit_message", "private", "token", "revision", "cr
 
 def describe(model: Any, encoding: str = "packed") -> tuple[Header, dict[str, np.ndarray]]:
     """The header of a ticket of this model, and the arrays to store by tensor name."""
-    header, arrays, entries = model.backbone(), {}, {}
-    for _, layer in model.supermask_layers():
+    entries, arrays = {}, {}
+    for path, layer in model.supermask_layers():
         known = getattr(layer, "weight_digests", {})
         for tensor, data in zip(layer.tensors, layer.data(), strict=True):
-            entry = header.tensors[tensor.name]
-            if not entry.trained:
-                entry = replace(entry, weight_sha256=known.get(tensor.name) or digest(tensor.draw()))
+            entry = Entry(tensor.shape, None)
+            if layer.kind != "trained":
+                drawn = known.get(tensor.name) or digest(tensor.draw())
+                entry = replace(entry, law=tensor.law, scale=tensor.scale, weight_sha256=drawn)
             if data is not None:
-                kept = count_bits(data) if entry.masked else None
-                entry, arrays[tensor.name] = replace(entry, data_sha256=digest(data), kept=kept), data
+                arrays[tensor.name] = data
+                entry = replace(
+                    entry, key=f"{path}.{layer.key(tensor)}", data_sha256=digest(data), bits=layer.bits
+                )
+            if layer.kind == "masked":
+                entry = replace(entry, kept=count_bits(data))
             entries[tensor.name] = entry
-    found = mask_digest(entries)
-    config = {**header.config, "mask_digest": found}
-    return replace(header, tensors=entries, encoding=encoding, mask_digest=found, config=config), arrays
+    config = copy.deepcopy(model.config)
+    config.state, config.mask_digest = "ticket", mask_digest(entries)
+    config.auto_map, config.architectures = dict(AUTO_MAP), [type(model).__name__]
+    config.dtype = str(model.dtype).removeprefix("torch.")
+    facts = json.loads(config.to_json_string())
+    header = Header(config.seed, facts, entries, config.density, config.rule)
+    return replace(header, encoding=encoding, mask_digest=config.mask_digest), arrays
 
 
 def save_pretrained(

@@ -78,6 +78,3 @@ class TernaryLayer(TicketLayer):
         if fn(torch.empty(0)).device.type != "cpu":
             raise RuntimeError("a ternary model runs on a CPU only; move the ticket that it was made from")
         return super()._apply(fn, recurse)
-
-    def resized(self, rows: int):
-        raise RuntimeError("a ternary table cannot be resized; resize the ticket, then call to_ternary()")

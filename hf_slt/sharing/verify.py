@@ -72,6 +72,6 @@ def find_faults(directory: str | os.PathLike, *, weights: bool = True) -> Iterat
     for name, entry in header.tensors.items() if weights else ():
         if not entry.trained:
             try:
-                check_weights(path, name, entry, digest(header.spec(name).draw()))
+                check_weights(path, name, entry, digest(header.draw(name)))
             except TicketError as fault:
                 yield fault

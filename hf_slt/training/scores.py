@@ -105,12 +105,6 @@ class ScoresLayer(DrawnLayer):
     def data(self) -> list[np.ndarray | None]:
         return [pack_mask(mask.cpu().numpy()) for mask in self.masks()]
 
-    @torch.no_grad()
-    def resized(self, rows: int) -> "ScoresLayer":
-        new, both = self._like_this(rows), min(rows, self.shape[0])
-        new.scores[:both] = self.scores[:both]
-        return new
-
     def _apply(self, fn, recurse=True):
         """Move with the model, but keep the scores in float32."""
         before = [scores.detach() for scores in self.stored()]  # the values: a cast replaces .data
@@ -197,12 +191,6 @@ class ValuesLayer(SupermaskLayer):
 
     def data(self) -> list[np.ndarray | None]:
         return [self.weight.detach().float().cpu().numpy()]
-
-    @torch.no_grad()
-    def resized(self, rows: int) -> "ValuesLayer":
-        new, both = self._like_this(rows, bits=self.bits), min(rows, self.shape[0])
-        new.values[:both] = self.values[:both]
-        return new
 
 
 class RoundedWeight(torch.autograd.Function):
