@@ -14,11 +14,10 @@ from .model.modeling_supermask_gpt2 import (
 )
 from .model.pretrained import TOOLS
 from .model.ticket import SLTError, TicketError
+from .sharing.export import merge_and_unload, to_ternary
 from .sharing.hub import push_model
 from .sharing.mask_algebra import combine_tickets, compare_tickets, ticket_of_masks
-from .sharing.merging import merge_and_unload
 from .sharing.saving import save_pretrained, save_ticket
-from .sharing.ternary import to_ternary
 from .sharing.verify import verify_ticket
 from .training.resizing import resize_token_embeddings  # and with it the layers that learn
 

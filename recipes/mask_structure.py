@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hf_slt.model.entropy import encode_masks
+from hf_slt.sharing.encoding import encode_masks
 from hf_slt.model.ticket import Header, draw_entry, entropy_bits, mask_path, read_header, read_masks
 
 SIDE_BITS = 8  # of a model: which, and its `a`

@@ -17,9 +17,8 @@ from safetensors.numpy import save
 from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
-from ..model.entropy import encode_masks
 from ..model.pretrained import AUTO_MAP
-from ..model.quantisation import BITS, quantise
+from ..model.quantisation import BITS
 from ..model.random_weights import digest
 from ..model.ticket import (
     CODED_KEY,
@@ -41,6 +40,7 @@ from ..model.ticket import (
     read_ticket,
     sha256,
 )
+from .encoding import encode_masks, quantise
 from .files import staged
 from .verify import verify_ticket
 
