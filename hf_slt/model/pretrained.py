@@ -186,6 +186,8 @@ class TicketMixin:
         """
         source, config = pretrained_model_name_or_path, kwargs.get("config")
         if source is None or kwargs.get("state_dict") is not None:
+            if isinstance(config, PreTrainedConfig):
+                kwargs["config"] = _with_dtype(config)
             return super().from_pretrained(source, *args, **kwargs)
         where = {name: kwargs[name] for name in _DOWNLOAD_OPTIONS if kwargs.get(name) is not None}
         path = find_mask_file(source, **where)
@@ -203,9 +205,11 @@ class TicketMixin:
         if os.path.isfile(source) and config is None:
             config = cls.config_class.from_dict(dict(ticket.header.config))
         elif not isinstance(config, PreTrainedConfig):
+            dtype = {name: kwargs.pop(name) for name in ("dtype", "torch_dtype") if name in kwargs}
             config, kwargs = cls.config_class.from_pretrained(
                 config or source, return_unused_kwargs=True, **kwargs
             )
+            kwargs |= dtype  # the model's; that of the configuration is the file's
         if mask is not None:
             ticket = read_fitting_ticket(
                 mask, ticket.header, **{**where, "revision": None, "subfolder": None}
@@ -215,7 +219,7 @@ class TicketMixin:
         if cls.can_generate() and kwargs.get("generation_config") is None:
             with contextlib.suppress(OSError):  # there is none: the one of the configuration stands
                 kwargs["generation_config"] = GenerationConfig.from_pretrained(source, **where)
-        return cls._from_ticket(ticket, copy.deepcopy(config), str(source), *args, **kwargs)
+        return cls._from_ticket(ticket, _with_dtype(config), str(source), *args, **kwargs)
 
     @classmethod
     def _from_ticket(cls, ticket: Ticket, config: PreTrainedConfig, name: str, *args, **kwargs):
@@ -225,8 +229,6 @@ class TicketMixin:
             check_tensors(header, config, sizes=not kwargs.get("ignore_mismatched_sizes"))
         except ValueError as error:
             raise TicketError(f"{ticket.path}: {error}; load it with its own configuration") from None
-        if config.dtype is None:
-            kwargs.setdefault("dtype", torch.get_default_dtype())  # masks do not tell it
         state = {str(keys[one].key): torch.from_numpy(array) for one, array in ticket.arrays.items()}
         loaded = super().from_pretrained(None, *args, config=config, state_dict=state, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
@@ -247,6 +249,13 @@ class TicketMixin:
                 check_weights(ticket.path, tensor.name, entry, layer.weight_digests[tensor.name])
                 if mask is not None and not np.array_equal(mask, ticket.arrays[tensor.name]):
                     raise TicketError(f"{ticket.path}: the mask of {tensor.name} was not loaded; see above")
+
+
+def _with_dtype(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A copy that tells a dtype: masks do not, and transformers would take theirs."""
+    config = copy.deepcopy(config)
+    config.dtype = config.dtype or torch.get_default_dtype()
+    return config
 
 
 def _holds_scores(mask_file: Path) -> bool:

@@ -99,7 +99,7 @@ def save_ticket(
     # config.json comes last: a cut before it leaves a digest that does not match, never a wrong model
     with staged(save_directory, stale=WEIGHT_FILES) as stage:
         write_masks(stage, header, arrays, file_name)
-        type(model.config)(**header.config).save_pretrained(stage)
+        model.config_class.from_dict(dict(header.config)).save_pretrained(stage)
         if model.can_generate():
             model.generation_config.save_pretrained(stage)
         custom_object_save(model, stage)
