@@ -13,7 +13,8 @@ from .model.modeling_supermask_gpt2 import (
     SupermaskGPT2Model,
 )
 from .model.pretrained import TOOLS
-from .model.ticket import SLTError, TicketError
+from .model.ticket import DECODERS, SLTError, TicketError
+from .sharing.entropy import decode_masks
 from .sharing.export import merge_and_unload, to_ternary
 from .sharing.hub import push_model
 from .sharing.mask_algebra import combine_tickets, compare_tickets, ticket_of_masks
@@ -34,6 +35,7 @@ __all__ = [
     "verify_ticket",
 ]
 
+DECODERS["entropy"] = decode_masks
 TOOLS |= {
     "from_mask_arrays": ticket_of_masks,
     "merge_and_unload": merge_and_unload,

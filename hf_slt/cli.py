@@ -224,9 +224,10 @@ def _add_encoding(parser: argparse.ArgumentParser, default: str | None) -> None:
 
 def inspect(args: argparse.Namespace) -> None:
     """Print what a ticket says of itself; nothing is drawn, and only a figure reads the masks."""
-    from .model.ticket import mask_path, read_header
+    from .model.ticket import read_header
     from .sharing.card import entropy_bits, measure_size
     from .sharing.hub import fetch_ticket
+    from .sharing.verify import mask_path
 
     folder = fetch_ticket(args.ticket, revision=args.revision, token=args.token)
     path = mask_path(folder)
@@ -285,9 +286,9 @@ def inspect(args: argparse.Namespace) -> None:
 
 def verify(args: argparse.Namespace) -> int:
     """Print one line for each fault, or that there is none."""
-    from .model.ticket import mask_path, read_header
+    from .model.ticket import read_header
     from .sharing.hub import fetch_ticket
-    from .sharing.verify import find_faults
+    from .sharing.verify import find_faults, mask_path
 
     folder = fetch_ticket(args.ticket, revision=args.revision, token=args.token)
     faults = 0
@@ -346,8 +347,9 @@ def combine(args: argparse.Namespace) -> None:
 
 def pack(args: argparse.Namespace) -> None:
     """Store the masks of a folder in another encoding."""
-    from .model.ticket import mask_path, read_header
+    from .model.ticket import read_header
     from .sharing.mask_algebra import rewrite_ticket
+    from .sharing.verify import mask_path
 
     before = mask_path(args.ticket)
     size = before.stat().st_size if before.exists() else 0

@@ -2,7 +2,7 @@
 
     python recipes/mask_structure.py runs/nano/ticket [more tickets]
 
-`packed` is one bit a weight, `bound` is log2(n choose kept) a mask, `entropy` what hf_slt.model.entropy
+`packed` is one bit a weight, `bound` is log2(n choose kept) a mask, `entropy` what hf_slt.sharing.entropy
 makes of it. Below them, models that know more than the count: the weights of a mask are put into groups, and
 each group has a density of its own, learned on the way by an urn (Beta-binomial) that starts at the mask's
 density p, worth `a` weights already seen:
@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hf_slt.sharing.encoding import encode_masks
+from hf_slt.sharing.entropy import encode_masks
 from hf_slt.model.ticket import Header, draw_entry, entropy_bits, mask_path, read_header, read_masks
 
 SIDE_BITS = 8  # of a model: which, and its `a`

@@ -46,10 +46,10 @@ def _option(default, text: str):
 class SupermaskGPT2Config(GPT2Config):
     """GPT-2 whose weights are drawn from `seed` and never trained; only a mask over them is learned.
 
-    Args, beyond those of [`GPT2Config`]: see the help of each field below. Of the laws, `"normal"` is GPT-2's,
+    Args, beyond those of [`GPT2Config`]: see the help of each field. Of the laws, `"normal"` is GPT-2's, with
     std `initializer_range`, divided by sqrt(2 n_layer) for the two projections into the residual stream;
-    `"signed_constant"` is plus or minus that std; `"uniform"` is U[-1, 1], as the strong-lottery-ticket theory
-    asks; `"xavier_uniform"` is U[-b, b], b = sqrt(6 / (rows + columns)).
+    `"signed_constant"` is plus or minus that std; `"uniform"` is U[-1, 1], as the theory of strong lottery
+    tickets asks; `"xavier_uniform"` is U[-b, b], b = sqrt(6 / (rows + columns)).
 
     >>> config = SupermaskGPT2Config(n_embd=512, n_head=8, n_layer=4, seed=7)
     >>> config.law_of("h.0.attn.c_attn.query")
@@ -75,7 +75,7 @@ class SupermaskGPT2Config(GPT2Config):
     )
     # In the blocks times sqrt(768 / n_embd), which keeps the size of what a layer puts out; in the embeddings
     # times 768 / n_embd, which keeps the largest logit that a choice of their entries can reach: these add up
-    # like n_embd when a mask may pick them by sign, not like its root. Else a narrow supermask stays at chance.
+    # like n_embd when a mask may pick them by sign, not like its root. Else narrow models stay at chance.
     scale_with_width: bool = _option(
         False, "Fit initializer_range, made for width 768, to this width; narrow models need it."
     )

@@ -16,6 +16,7 @@ is never stale. Threads may share a layer as long as none of them writes to it.
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -204,10 +205,11 @@ class DrawnLayer(SupermaskLayer):
 
 
 class TicketLayer(DrawnLayer):
-    """A drawn weight times a stored mask."""
+    """A drawn weight times a stored mask; or all of it, where the kind is "frozen"."""
 
-    def __init__(self, tensors: Sequence[TensorSpec]) -> None:
+    def __init__(self, tensors: Sequence[TensorSpec], kind: str = "masked") -> None:
         super().__init__(tensors)
+        self.kind = kind
         self.weight_digests: dict[str, str] = {}  # of the last draw, before masking
         for tensor in self.tensors if self.kind == "masked" else ():
             self.register_buffer(self.attribute(tensor, "mask"), torch.empty_like(full_mask(tensor)))
@@ -280,18 +282,6 @@ class TicketHead(TicketLayer, Head):
     """A head of a ticket."""
 
 
-class FrozenEmbedding(TicketEmbedding):
-    """A random table, all of it kept: nothing to learn, nothing to store."""
-
-    kind = "frozen"
-
-
-class FrozenHead(TicketHead):
-    """A random head, all of it kept."""
-
-    kind = "frozen"
-
-
 class StoredLayer(SupermaskLayer):
     """Values that were trained and are stored: they follow from no seed."""
 
@@ -328,8 +318,8 @@ LAYERS["ticket"] = {
     ("masked", "linear"): TicketLinear,
     ("masked", "embedding"): TicketEmbedding,
     ("masked", "head"): TicketHead,
-    ("frozen", "embedding"): FrozenEmbedding,
-    ("frozen", "head"): FrozenHead,
+    ("frozen", "embedding"): partial(TicketEmbedding, kind="frozen"),
+    ("frozen", "head"): partial(TicketHead, kind="frozen"),
     ("trained", "embedding"): StoredEmbedding,
     ("trained", "head"): StoredHead,
 }

@@ -152,8 +152,8 @@ class TicketMixin:
     def push_to_hub(self, repo_id: str, **kwargs) -> str:
         """As in transformers; of a ticket the mask file, config, code, tokenizer and card are uploaded.
 
-        encoding: how the masks are stored, see `save_ticket`. Tokenizer, card and figures come from the folder
-        that the ticket was loaded from; a card that is not there is written.
+        encoding: how the masks are stored, see `save_ticket`. Tokenizer, card and figures come from where the
+        ticket was loaded from; a card that is not there is written.
         """
         if self.config.state != "ticket":
             return super().push_to_hub(repo_id, **kwargs)

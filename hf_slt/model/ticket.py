@@ -8,11 +8,11 @@
 (`save_pretrained` of a ticket writes the same file under transformers' own name, model.safetensors,
 which needs no index; all below holds for either.)
 
-A mask of n bits is ceil(n / 8) bytes: bit i % 8 (least significant first) of byte i // 8 is weight i
-of the row-major tensor; the bits after the last are zero. With `encoding` "packed" each mask is stored so;
-with "entropy" all masks stand in one tensor, `coded_masks`, near their entropy (see `entropy.py`). Digests
-are those of the packed bytes in either case: a ticket is the same ticket however it is stored. Trained values
-are float32, or codes of 8 or 4 bits and the scales of their rows (see `quantisation.py`).
+A mask of n bits is ceil(n / 8) bytes: bit i % 8 (least significant first) of byte i // 8 is weight i of the
+row-major tensor; the bits after the last are zero. With `encoding` "packed" each mask is stored so; with
+"entropy" all masks stand in one tensor, `coded_masks`, near their entropy (see hf_slt/sharing/entropy.py).
+Digests are those of the packed bytes in either case: a ticket is the same ticket however it is stored. Trained
+values are float32, or codes of 8 or 4 bits and the scales of their rows (see `quantisation.py`).
 
 The way in is one: `find_mask_file` finds the file, `read_header` its description, `read_ticket` all of it.
 The header is the authority: its tensors must be those that its configuration implies, and config.json and the
@@ -24,7 +24,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -36,9 +36,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load
 
 from .configuration_supermask_gpt2 import HEADS, RULES, SupermaskGPT2Config
-from .entropy import decode_masks
 from .quantisation import BITS, dequantise, stored_form
-from .random_weights import GENERATOR, LAWS, digest, draw
+from .random_weights import GENERATOR, digest, draw
 
 FORMAT_VERSION = 1
 MASK_FILE = "mask.safetensors"
@@ -48,6 +47,7 @@ CONFIG_FILE = "config.json"
 METADATA_KEY = "hf_slt"
 DIGEST_KEY = "hf_slt_sha256"  # of the text under METADATA_KEY
 ENCODINGS = ("packed", "entropy")
+DECODERS: dict[str, Callable] = {}  # of encodings that need a library; the package puts them here
 CODED_KEY = "coded_masks"  # where all masks stand in an entropy-coded file
 SCALES = "_scales"  # after the key of quantised values: where the scales of their rows stand
 # Of these, what a new save does not write is of an older one, and would be loaded in its place.
@@ -166,11 +166,7 @@ class Ticket:
 
 
 def pack_mask(mask: np.ndarray) -> np.ndarray:
-    """Bits to bytes, least significant first, row-major.
-
-    >>> pack_mask(np.array([[True, False, False], [True, True, False]])).tolist()
-    [25]
-    """
+    """Bits to bytes, least significant first, row-major."""
     return np.packbits(np.ascontiguousarray(mask, dtype=bool).reshape(-1), bitorder="little")
 
 
@@ -184,11 +180,7 @@ def unpack_mask(packed: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def count_bits(packed: np.ndarray) -> int:
-    """How many weights a packed mask keeps.
-
-    >>> count_bits(np.array([25], np.uint8))
-    3
-    """
+    """How many weights a packed mask keeps."""
     return int(np.unpackbits(packed).sum(dtype=np.int64))
 
 
@@ -224,12 +216,6 @@ def find_mask_file(source: str | os.PathLike, **where: Any) -> Path | None:
         if path.exists() and (name == MASK_FILE or METADATA_KEY in read_table(path)[0]):
             return path
     return None
-
-
-def mask_path(directory: str | os.PathLike) -> Path:
-    """The mask file of a ticket's folder, under either of its names; there may be none."""
-    path = Path(directory) / MASK_FILE
-    return path if path.exists() or not path.with_name(MODEL_FILE).exists() else path.with_name(MODEL_FILE)
 
 
 def read_header(path: str | os.PathLike) -> Header:
@@ -272,6 +258,13 @@ def read_ticket(path: str | os.PathLike) -> Ticket:
 def ticket_and_faults(path: Path) -> tuple[Ticket, list[TicketError]]:
     """The ticket, and what is wrong with its arrays; a header that is wrong raises."""
     header = read_header(path)
+    if (
+        header.encoding != "packed" and header.encoding not in DECODERS
+    ):  # this code came from the Hub by itself
+        cure = (
+            "pip install hf_slt, and import hf_slt; or have it stored again by `slt pack --encoding packed`"
+        )
+        raise ImportError(f"{path}: masks with encoding {header.encoding!r} need the package: {cure}")
     arrays: dict[str, np.ndarray] = {}
     try:
         stored = load(path.read_bytes())
@@ -279,7 +272,7 @@ def ticket_and_faults(path: Path) -> tuple[Ticket, list[TicketError]]:
             masked = header.masked()
             shapes = {name: entry.shape for name, entry in masked.items()}
             kept = {name: int(entry.kept or 0) for name, entry in masked.items()}
-            arrays |= decode_masks(stored[CODED_KEY], shapes, kept)
+            arrays |= DECODERS["entropy"](stored[CODED_KEY], shapes, kept)
     except (SafetensorError, OSError, ValueError) as error:
         return Ticket(path, header, {}), [TicketError(f"{path}: damaged ({error}); {AGAIN}")]
     faults = []
@@ -364,17 +357,16 @@ def parse_json(path: Path, data: bytes | str) -> dict[str, Any]:
 def _parse_header(path: Path, facts: dict[str, Any]) -> Header:
     for key, known in _KNOWN.items():
         if facts.get(key) not in known:
-            choices = ", ".join(map(repr, known))
-            raise TicketError(
-                f"{path}: {key} {facts.get(key)!r} is unknown here ({choices}); install the version of hf_slt "
-                "that wrote the ticket"
-            )
+            choices = " or ".join(map(repr, known))
+            cure = "install the version of hf_slt that wrote the ticket"
+            raise TicketError(f"{path}: {key} {facts.get(key)!r} is not {choices}, known here; {cure}")
     try:
         names = {field.name for field in fields(Header)}
         if facts.keys() != names:
             raise ValueError(f"keys {sorted(facts.keys() ^ names)}")
-        tensors = {name: _parse_entry(name, one) for name, one in facts["tensors"].items()}
-        header = Header(**{**facts, "tensors": tensors})
+        tensors = facts["tensors"].items()
+        entries = {name: Entry(**{**one, "shape": tuple(one["shape"])}) for name, one in tensors}
+        header = Header(**{**facts, "tensors": entries})
         if (type(header.seed), type(header.mask_digest)) != (int, str):
             raise ValueError(f"seed {header.seed!r}, mask_digest {header.mask_digest!r}")
         config = SupermaskGPT2Config.from_dict(dict(header.config))
@@ -389,22 +381,6 @@ def _parse_header(path: Path, facts: dict[str, Any]) -> Header:
     return header
 
 
-def _parse_entry(name: str, facts: dict[str, Any]) -> Entry:
-    entry = Entry(**{**facts, "shape": tuple(facts["shape"])})
-    stores, trained = entry.kind != "frozen", entry.trained
-    kept = entry.kept if entry.kept is not None else 0
-    if (
-        any(type(number) is not int for number in (*entry.shape, entry.bits, kept))
-        or not 0 <= kept <= entry.size
-        or (entry.key is not None, entry.data_sha256 is not None) != (stores, stores)
-        or entry.bits not in ((32, *BITS) if trained else (1,))
-        or (entry.law not in LAWS or not math.isfinite(float(entry.scale or 0))) != trained
-        or (trained and entry.kept is not None)
-    ):
-        raise ValueError(f"{name}: an entry that contradicts itself")
-    return entry
-
-
 def check_tensors(header: Header, config: SupermaskGPT2Config, *, sizes: bool = True) -> None:
     """Raise ValueError unless a header's tensors are those of a model of this configuration."""
     names = set(config.tensor_names())
@@ -412,12 +388,17 @@ def check_tensors(header: Header, config: SupermaskGPT2Config, *, sizes: bool = 
         raise ValueError(f"{name} is missing" if name in names else f"{name} is no tensor of such a model")
     for name, entry in header.tensors.items():
         tensor, kind = config.tensor(name), config.kind_of(name)
-        if sizes and entry.shape != tensor.shape:
+        if sizes and repr(entry.shape) != repr(tensor.shape):
             raise ValueError(f"{name} has shape {entry.shape}, the model wants {tensor.shape}")
         found = (entry.kind, entry.law, entry.scale, entry.bits)
-        wanted = (kind, tensor.law, tensor.scale, 1)
-        if found != (wanted if kind != "trained" else (kind, None, None, config.embedding_bits)):
+        drawn, stored = (kind, tensor.law, tensor.scale, 1), (kind, None, None, config.embedding_bits)
+        if repr(found) != repr(wanted := stored if kind == "trained" else drawn):  # 1.0 is not 1
             raise ValueError(f"{name} is {found} (kind, law, scale, bits), the configuration says {wanted}")
+        kept = range(entry.size + 1) if kind == "masked" else [None]
+        if entry.kept not in kept or type(entry.kept) not in (int, type(None)):
+            raise ValueError(f"{name} keeps {entry.kept} of {entry.size} weights")
+        if [type(one) is str for one in (entry.key, entry.data_sha256)] != [kind != "frozen"] * 2:
+            raise ValueError(f"{name} has key {entry.key!r} and digest {entry.data_sha256!r}")
 
 
 def config_faults(path: Path, header: Header, config: Mapping[str, Any]) -> Iterator[TicketError]:

@@ -16,8 +16,9 @@ import torch
 
 from ..model.configuration_supermask_gpt2 import SupermaskGPT2Config
 from ..model.named_masks import backbone_differences
-from ..model.ticket import Header, TicketError, count_bits, mask_path, pack_mask, read_ticket
+from ..model.ticket import Header, TicketError, count_bits, pack_mask, read_ticket
 from .saving import rewrite_ticket
+from .verify import mask_path
 
 Masks = Mapping[str, np.ndarray]  # packed, by tensor name
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
 from ..model.pretrained import AUTO_MAP
-from ..model.quantisation import BITS
+from ..model.quantisation import BITS, largest_code
 from ..model.random_weights import digest
 from ..model.ticket import (
     CODED_KEY,
@@ -33,18 +33,19 @@ from ..model.ticket import (
     WEIGHT_FILES,
     Entry,
     Header,
+    Ticket,
     count_bits,
     mask_digest,
-    mask_path,
     read_json,
-    read_ticket,
     sha256,
 )
-from .encoding import encode_masks, quantise
+from .entropy import encode_masks
 from .files import staged
-from .verify import verify_ticket
+from .verify import verified_ticket
 
 _HUB_OPTIONS = ("repo_id", "commit_message", "private", "token", "revision", "create_pr")
+_SMALLEST = np.float32(2**-14)  # the least normal float16
+_DROPPED = np.int32((1 << 13) - 1)  # bits of a float32 significand that float16 has not
 
 
 def describe(model: Any, encoding: str = "packed") -> tuple[Header, dict[str, np.ndarray]]:
@@ -112,16 +113,17 @@ def rewrite_ticket(
     *,
     encoding: str = "packed",
     masks: Mapping[str, np.ndarray] | None = None,
+    verified: Ticket | None = None,
 ) -> Header:
     """The ticket of one folder written to another (or the same), whole or not at all.
 
     encoding: how the new file stores its masks.
     masks: packed masks by tensor name, in place of those in `source`; the density becomes what they keep.
+    verified: the ticket in `source`, where that was read and checked before.
     """
     source, target = Path(source), Path(target)
     _check_encoding(encoding)
-    verify_ticket(source, weights=False)
-    ticket = read_ticket(mask_path(source))
+    ticket = verified or verified_ticket(source, weights=False)
     header, arrays = ticket.header, dict(ticket.arrays)
     config = read_json(source / CONFIG_FILE)
     if masks is not None:
@@ -202,3 +204,23 @@ def _in_order(data: bytes) -> bytes:
     text = json.dumps(json.loads(data[8 : 8 + length]), sort_keys=True, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # tensors stay aligned
     return len(text).to_bytes(8, "little") + text + data[8 + length :]
+
+
+def quantise(values: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
+    """Codes (int8, or for 4 bits two in a byte, the first in the low half, plus 8) and the scales of rows.
+
+    >>> quantise(np.array([[7.0, -3.4, 0.0]], np.float32), 4)
+    (array([95,  8], dtype=uint8), array([1.], dtype=float16))
+    """
+    largest = np.abs(values).max(axis=1, initial=0.0)
+    if not np.isfinite(largest).all():
+        raise ValueError("values that are not finite cannot be quantised")
+    steps = (largest / np.float32(largest_code(bits))).astype(np.float32).view(np.int32)
+    scales = np.maximum((((steps + _DROPPED) & ~_DROPPED).view(np.float32)), _SMALLEST)
+    if scales.max(initial=0.0) > np.finfo(np.float16).max:
+        raise ValueError(f"a value of {largest.max()} is too large for a scale in float16")
+    codes = np.rint(values / scales[:, None]).astype(np.int8)
+    if bits == 4:
+        shifted = np.append((codes + 8).astype(np.uint8), np.zeros(codes.size % 2, np.uint8))
+        codes = shifted[0::2] | shifted[1::2] << 4
+    return codes, scales.astype(np.float16)

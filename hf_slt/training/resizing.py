@@ -28,7 +28,9 @@ def resized(layer: SupermaskLayer, rows: int) -> SupermaskLayer:
     if layer.shape != tuple(layer.body.shape):
         raise RuntimeError("a ternary table cannot be resized; resize the ticket, then call to_ternary()")
     (tensor,), both = layer.tensors, min(rows, layer.shape[0])
-    options = {"bits": layer.bits} if layer.kind == "trained" else {}
+    options: dict[str, Any] = {"bits": layer.bits} if layer.kind == "trained" else {}
+    if isinstance(layer, TicketLayer):
+        options = {"kind": layer.kind}
     new: Any = type(layer)([replace(tensor, shape=(rows, tensor.shape[1]))], **options)
     new = new.to(layer.body.device, layer.body.dtype).train(layer.training)
     if isinstance(layer, ScoresLayer):

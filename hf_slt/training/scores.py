@@ -24,8 +24,6 @@ from ..model.layers import (
     LOSSES,
     DrawnLayer,
     Embedding,
-    FrozenEmbedding,
-    FrozenHead,
     Head,
     Linear,
     SupermaskLayer,
@@ -235,11 +233,10 @@ class ValuesHead(ValuesLayer, Head):
 
 
 LAYERS["scores"] = {
+    **LAYERS["ticket"],  # frozen ones learn nothing
     ("masked", "linear"): ScoresLinear,
     ("masked", "embedding"): ScoresEmbedding,
     ("masked", "head"): ScoresHead,
-    ("frozen", "embedding"): FrozenEmbedding,
-    ("frozen", "head"): FrozenHead,
     ("trained", "embedding"): ValuesEmbedding,
     ("trained", "head"): ValuesHead,
 }

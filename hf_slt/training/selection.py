@@ -44,7 +44,7 @@ def kept_count(density: float, size: int) -> int:
 
 
 def piece_size(tensor: Tensor) -> int:
-    """How many values to work on at a time: as many as stay in a core's cache, or keep another device busy."""
+    """Values to work on at a time: as many as stay in a core's cache, or keep another device busy."""
     return _PIECE if tensor.device.type == "cpu" else 1 << 24
 
 
