@@ -16,6 +16,7 @@ is never stale. Threads may share a layer as long as none of them writes to it.
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import numpy as np
@@ -147,6 +148,10 @@ class Embedding(SupermaskLayer, nn.Embedding):
         Both directions go through one forward, so that hooks (offload, sharding) see either use.
         """
         return (F.linear if unembed else F.embedding)(input, self.masked_weight())
+
+    def made_once(self) -> AbstractContextManager:
+        """Within this context both uses share one weight; a table that learns would else make it twice."""
+        return nullcontext()
 
 
 class Head(SupermaskLayer, nn.Linear):

@@ -13,7 +13,8 @@ Importing this module teaches `hf_slt.model` to build models with scores.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
 import torch
@@ -218,6 +219,26 @@ class ScoresLinear(ScoresLayer, Linear):
 
 class ScoresEmbedding(ScoresLayer, Embedding):
     """A table whose mask is learned."""
+
+    _shared: list[Tensor] | None = None  # within `made_once`: the weight, as soon as there is one
+
+    def made_once(self) -> AbstractContextManager:
+        return nullcontext() if torch.compiler.is_compiling() else self._sharing()
+
+    @contextmanager
+    def _sharing(self) -> Iterator[None]:
+        self._shared = []
+        try:
+            yield
+        finally:
+            self._shared = None
+
+    def masked_weight(self) -> Tensor:
+        if self._shared is None:
+            return super().masked_weight()
+        if not self._shared:
+            self._shared.append(super().masked_weight())
+        return self._shared[0]
 
 
 class ScoresHead(ScoresLayer, Head):
