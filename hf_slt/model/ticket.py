@@ -11,8 +11,8 @@ which needs no index; all below holds for either.)
 A mask of n bits is ceil(n / 8) bytes: bit i % 8 (least significant first) of byte i // 8 is weight i of the
 row-major tensor; the bits after the last are zero. With `encoding` "packed" each mask is stored so; with
 "entropy" all masks stand in one tensor, `coded_masks`, near their entropy (see hf_slt/sharing/entropy.py).
-Digests are those of the packed bytes in either case: a ticket is the same ticket however it is stored. Trained
-values are float32, or codes of 8 or 4 bits and the scales of their rows (see `quantisation.py`).
+Digests are those of the packed bytes in either case: a ticket is the same ticket however it is stored.
+Trained values are float32, or codes of 8 or 4 bits and the scales of their rows (see `quantisation.py`).
 
 The way in is one: `find_mask_file` finds the file, `read_header` its description, `read_ticket` all of it.
 The header is the authority: its tensors must be those that its configuration implies, and config.json and the
