@@ -34,6 +34,11 @@ _EMBEDDINGS = ("wte", "wpe", "lm_head")
 _GPT2_WIDTH = 768  # the width that GPT-2's initializer_range of 0.02 was made for
 
 
+def _option(default, text: str):
+    """A field that a user may set; the help is what command lines show."""
+    return dataclasses.field(default=default, metadata={"help": text})
+
+
 @strict
 class SupermaskGPT2Config(GPT2Config):
     """GPT-2 whose weights are drawn from `seed` and never trained; only a mask over them is learned.
@@ -71,19 +76,31 @@ class SupermaskGPT2Config(GPT2Config):
 
     model_type = "supermask_gpt2"
 
-    seed: int = 0
-    density: float | int = 0.3
-    rule: str = "edge_popup"
-    law: str = "normal"
-    embedding_law: str | None = None
-    embedding_range: float | None = None
-    qk_scale: float | int | str = "paper"
-    scale_with_width: bool = False
-    layer_norm: bool = True
-    embedding: Literal["masked", "frozen", "trained"] = "masked"
-    embedding_bits: int = 32
-    n_qk: int | None = None
-    n_v: int | None = None
+    seed: int = _option(
+        0, "Seed of the frozen weights and the first scores; in training also of text order and dropout."
+    )
+    density: float | int = _option(0.3, "Fraction of each masked tensor that is kept, in (0, 1].")
+    rule: str = _option("edge_popup", "How scores become a mask: edge_popup keeps the largest magnitudes.")
+    law: str = _option(
+        "normal", "Distribution of the frozen weights: normal, signed_constant, uniform or xavier_uniform."
+    )
+    embedding_law: str | None = _option(None, "Distribution of the embeddings, if another than law.")
+    embedding_range: float | None = _option(
+        None, "Standard deviation of the embeddings, if another than initializer_range."
+    )
+    qk_scale: float | int | str = _option(
+        "paper", "Factor on query and key weights: a number, or paper for n_qk ** (1/4)."
+    )
+    scale_with_width: bool = _option(
+        False, "Fit initializer_range, made for width 768, to this width; narrow models need it."
+    )
+    layer_norm: bool = _option(True, "Keep GPT-2's LayerNorms; false removes them, as in the theory.")
+    embedding: Literal["masked", "frozen", "trained"] = _option(
+        "masked", "Embeddings: masked as all weights, frozen (random, all kept) or trained and stored."
+    )
+    embedding_bits: int = _option(32, "Bits of a trained embedding value in the ticket: 32, 8 or 4.")
+    n_qk: int | None = _option(None, "Width of a query and key per head; n_embd / n_head by default.")
+    n_v: int | None = _option(None, "Width of a value per head; n_embd / n_head by default.")
     state: Literal["scores", "ticket"] = "scores"
     weight_generator: str = GENERATOR
     mask_digest: str | None = None
