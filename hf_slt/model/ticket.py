@@ -32,7 +32,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
 from .entropy import decode_masks, encode_masks
-from .files import staged
+from .files import SLTError, staged
 from .quantisation import BITS, dequantise, quantise, stored_form
 from .random_weights import GENERATOR, digest, draw
 
@@ -61,7 +61,7 @@ _LOADING_KEYS = frozenset(
 AGAIN = "download or copy the file again"  # the cure of all damage
 
 
-class TicketError(ValueError):
+class TicketError(SLTError):
     """A ticket is damaged, incomplete, of another backbone or of an unknown version."""
 
 
