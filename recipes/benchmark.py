@@ -43,7 +43,7 @@ from hf_slt.model.files import replacing
 from hf_slt.model.layers import SupermaskEmbedding, SupermaskLayer, SupermaskLinear
 from hf_slt.model.masking import Selector
 from hf_slt.model.random_weights import draw
-from hf_slt.training.loop import dense_twin
+from hf_slt.training.run import dense_twin
 
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 TINY = {"n_layer": 2, "n_embd": 128, "n_head": 4, "vocab_size": 2048}
