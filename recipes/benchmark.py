@@ -41,7 +41,7 @@ from transformers.utils import logging
 from hf_slt import SupermaskGPT2Config, SupermaskGPT2LMHeadModel
 from hf_slt.model.random_weights import draw
 from hf_slt.sharing.files import replacing
-from hf_slt.training.loop import dense_twin
+from hf_slt.training.run import dense_twin
 from hf_slt.training.scores import ScoresEmbedding, ScoresLayer, ScoresLinear
 from hf_slt.training.selection import keep_largest
 

@@ -36,7 +36,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cache
 from multiprocessing import active_children, get_context
 from pathlib import Path
@@ -48,16 +48,17 @@ import matplotlib
 import numpy as np
 import torch
 from tqdm import tqdm
+from train_gpt2_slt import train
 
-from hf_slt.sharing.files import replacing
 from hf_slt.model.ticket import MASK_FILE, Header, read_header
 from hf_slt.sharing.card import describe_environment
+from hf_slt.sharing.files import replacing
 from hf_slt.sharing.plots import COLOURS, MARKERS
 from hf_slt.text.blocks import Corpus, DataArguments, TokenBlocks, load_blocks
 from hf_slt.text.evaluation import evaluate_blocks
-from hf_slt.training.arguments import Arguments, ModelArguments, RunArguments
+from hf_slt.training.arguments import Arguments
 from hf_slt.training.batches import validation_batches
-from hf_slt.training.loop import Run
+from hf_slt.training.run import Run
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -389,18 +390,18 @@ class UntilSolved(Run):
         return improved
 
 
+# Words of the records, where the training has others.
+WORDS = {
+    "steps": "max_steps", "batch_size": "per_device_train_batch_size", "optimizer": "optim",
+    "evaluate_every": "eval_steps", "save_every": "save_steps", "rate_floor": "min_lr_rate",
+}  # fmt: skip
+
+
 def arguments_of(settings: dict[str, Any], folder: str) -> Arguments:
-    """Settings, by the names of the command line, as arguments of the training loop."""
-    settings = {**settings, "output_dir": folder}
-    if "qk_scale" in settings:
-        settings["qk_scale"] = str(settings["qk_scale"])
-    groups: list[Any] = []
-    for group in (ModelArguments, DataArguments, RunArguments):
-        names = {item.name for item in fields(group)} & settings.keys()
-        groups.append(group(**{name: settings.pop(name) for name in names}))
-    if settings:
-        raise ValueError(f"no such arguments: {', '.join(settings)}")
-    return Arguments(*groups)
+    """Settings as arguments of the training loop."""
+    return Arguments.of(
+        **{WORDS.get(name, name): value for name, value in settings.items()}, output_dir=folder
+    )
 
 
 @cache
@@ -422,7 +423,9 @@ def text_corpus(vocab_size: int, block_size: int, validation_blocks: int | None)
 
 def corpus_of(point: Point, arguments: Arguments) -> Corpus:
     if TASKS[point.task].exercise:
-        return exercise_corpus(point.task, arguments.run.steps * arguments.run.batch_size)
+        return exercise_corpus(
+            point.task, arguments.run.max_steps * arguments.run.per_device_train_batch_size
+        )
     data = arguments.data
     return text_corpus(data.vocab_size, data.block_size, data.validation_blocks)
 
@@ -436,7 +439,7 @@ def measure(point: Point) -> dict[str, Any] | None:
         with contextlib.redirect_stderr(io.StringIO()):  # the bar of the study is enough
             run = UntilSolved(arguments, corpus_of(point, arguments))
             run.solved = TASKS[point.task].solved or -math.inf
-            if not run.loop():
+            if not train(run):
                 return None
             report = run.finish()
         record = record_of(point, report, run.log.records)
@@ -536,7 +539,8 @@ def stored_forms(run: Run, record: dict[str, Any]) -> list[dict[str, Any]]:
     for bits in (16, 8, 4) if trained else (0,):
         model = copy.deepcopy(whole)
         size = masks + store_trained(model, bits)
-        batches = validation_batches(run.corpus.validation, run.run.batch_size, run.accelerator)
+        at_once = run.options.per_device_train_batch_size
+        batches = validation_batches(run.corpus.validation, at_once, run.accelerator)
         forms.append({"bits": bits, "bytes": size, "loss": evaluate_blocks(model, batches)["loss"]})
     return forms
 
@@ -928,7 +932,8 @@ def paper_command(point: Point) -> tuple[Path, list[str]]:
     """The folder of a run of the paper's study, and its command."""
     folder = Path("runs/paper") / point.id.replace(" ", "-")
     launch = "accelerate launch --config_file recipes/accelerate/ddp.yaml recipes/train_gpt2_slt.py".split()
-    options = {**dict(point.changes), "seed": point.seed, "output_dir": folder, "resume": "true"}
+    options = {**dict(point.changes), "seed": point.seed, "output_dir": folder}
+    options["resume_from_checkpoint"] = "true"
     words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
     return folder, [*launch, "--config", f"recipes/{point.task}.yaml", *words]
 

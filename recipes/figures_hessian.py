@@ -30,17 +30,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # products with one probe are too
 import matplotlib
 import numpy as np
 import torch
+from hf_slt.training.loop import build_model, train
 from tqdm import tqdm
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_slt import SupermaskGPT2Config, SupermaskGPT2LMHeadModel
-from hf_slt.sharing.files import replacing
 from hf_slt.papers.attention_hessian import attention_hessian
 from hf_slt.papers.curvature import block_curvature
 from hf_slt.papers.curvature_report import advise
+from hf_slt.sharing.files import replacing
 from hf_slt.text.blocks import load_blocks
 from hf_slt.training.arguments import Arguments, parse_arguments
-from hf_slt.training.loop import build_model, train
 from hf_slt.training.monitoring import attention_moments, read_log
 
 matplotlib.use("Agg")

@@ -21,8 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
-from hf_slt.sharing.entropy import encode_masks
 from hf_slt.model.ticket import Header, draw_entry, entropy_bits, mask_path, read_header, read_masks
+from hf_slt.sharing.entropy import encode_masks
 
 SIDE_BITS = 8  # of a model: which, and its `a`
 lgamma = np.vectorize(math.lgamma, otypes=[float])

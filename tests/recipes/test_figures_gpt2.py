@@ -160,7 +160,7 @@ def test_the_paper_preset_names_commands_that_parse():
         arguments = parse_arguments(words)
         assert arguments.model.n_embd // arguments.model.n_head == 64
         assert arguments.model.n_embd == point.settings["n_embd"]
-        assert arguments.run.epochs == 50
+        assert arguments.run.num_train_epochs == 50
 
 
 def test_the_paper_preset_runs_what_is_left_and_draws(tmp_path, monkeypatch, capsys):
@@ -176,12 +176,13 @@ def test_the_paper_preset_runs_what_is_left_and_draws(tmp_path, monkeypatch, cap
         if len(launched) == 5:
             return subprocess.CompletedProcess(command, 3)
         from hf_slt.training.arguments import parse_arguments
-        from hf_slt.training.loop import Run
+        from hf_slt.training.run import Run
 
         words = command[command.index("--config") + 2 :]
-        tiny = "--n_layer 1 --n_embd 64 --n_head 1 --block_size 24 --batch_size 4 --steps 2".split()
+        tiny = "--n_layer 1 --n_embd 64 --n_head 1 --block_size 24 --max_steps 2".split()
+        tiny += "--per_device_train_batch_size 4".split()
         run = Run(parse_arguments([*words, *tiny]), study.exercise_corpus("recall", 8))
-        run.loop()
+        study.train(run)
         run.finish()
         return subprocess.CompletedProcess(command, 0)
 
