@@ -150,7 +150,7 @@ class Embedding(SupermaskLayer, nn.Embedding):
         return (F.linear if unembed else F.embedding)(input, self.masked_weight())
 
     def made_once(self) -> AbstractContextManager:
-        """Within this context both uses share one weight; a table that learns would else make it twice."""
+        """Within this context both uses share what can be shared; a table that learns selects once."""
         return nullcontext()
 
 
