@@ -5,6 +5,7 @@ import importlib.util
 import itertools
 import json
 import math
+import sys
 import weakref
 from pathlib import Path
 
@@ -345,9 +346,11 @@ def dense(model, batches, layer, block, space="weight", **options):
     plain = _PlainModel(model, batches, dtype=torch.float64, **options)
     layers = None if layer is None else [layer]
     (place,) = plain.places([block], layers, space)
-    operators = plain.operators(place, space)
-    eye = torch.eye(operators[0].shape[0], dtype=torch.float64)
-    return [torch.cat([operator @ some for some in eye.split(64, dim=1)], 1) for operator in operators]
+    operator = plain.operator(place, space)
+    columns = torch.eye(operator.size, dtype=torch.float64).split(64, dim=1)
+    H, H_o = (torch.cat(part, 1) for part in zip(*map(operator.with_outer, columns), strict=True))
+    assert torch.equal(operator @ columns[-1], H[:, -columns[-1].shape[1] :])
+    return H, H_o
 
 
 @pytest.mark.parametrize(
@@ -609,6 +612,14 @@ def test_curvature_errors_name_value_and_cure():
         block_curvature(model, tokens(length=1))
     with pytest.raises(ValueError, match="layer_norm='off'"):
         block_curvature(model, tokens(), layer_norm="off")
+
+
+def test_without_scipy_the_extra_is_named_and_all_but_eigenvalues_is_measured(monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy.sparse.linalg", None)
+    with pytest.raises(ImportError, match=r'pip install "hf_slt\[curvature\]"'):
+        block_curvature(stock(), tokens(), ("q",), layers=[0], probes=1)
+    (row,) = block_curvature(stock(), tokens(), ("q",), layers=[0], probes=1, eigenvalues=False)
+    assert row.norm > 0
 
 
 # ---------------------------------------------------------------------------------------------------
