@@ -252,7 +252,7 @@ class TicketMixin:
         # config.json comes last: a cut before it leaves a digest that does not match, never a wrong model
         with staged(save_directory, stale=WEIGHT_FILES) as stage:
             write_masks(stage, header, arrays, file_name)
-            type(self.config)(**header.config).save_pretrained(stage)
+            self.config_class.from_dict(dict(header.config)).save_pretrained(stage)
             if self.can_generate():
                 self.generation_config.save_pretrained(stage)
             custom_object_save(self, stage)
@@ -306,6 +306,8 @@ class TicketMixin:
         """
         source, config = pretrained_model_name_or_path, kwargs.get("config")
         if source is None or kwargs.get("state_dict") is not None:
+            if isinstance(config, PreTrainedConfig):
+                kwargs["config"] = _with_dtype(config)
             return super().from_pretrained(source, *args, **kwargs)
         where = {name: kwargs[name] for name in _DOWNLOAD_OPTIONS if kwargs.get(name) is not None}
         path = find_mask_file(source, **where)
@@ -323,9 +325,11 @@ class TicketMixin:
         if os.path.isfile(source) and config is None:
             config = cls.config_class.from_dict(dict(ticket.header.config))
         elif not isinstance(config, PreTrainedConfig):
+            dtype = {name: kwargs.pop(name) for name in ("dtype", "torch_dtype") if name in kwargs}
             config, kwargs = cls.config_class.from_pretrained(
                 config or source, return_unused_kwargs=True, **kwargs
             )
+            kwargs |= dtype  # the model's; that of the configuration is the file's
         if mask is not None:
             ticket = read_fitting_ticket(mask, ticket.header, **{**where, "revision": None, "subfolder": None})
         for name in (*_DOWNLOAD_OPTIONS, "config"):
@@ -333,14 +337,12 @@ class TicketMixin:
         if cls.can_generate() and kwargs.get("generation_config") is None:
             with contextlib.suppress(OSError):  # there is none: the one of the configuration stands
                 kwargs["generation_config"] = GenerationConfig.from_pretrained(source, **where)
-        return cls._from_ticket(ticket, copy.deepcopy(config), str(source), *args, **kwargs)
+        return cls._from_ticket(ticket, _with_dtype(config), str(source), *args, **kwargs)
 
     @classmethod
     def _from_ticket(cls, ticket: Ticket, config: PreTrainedConfig, name: str, *args, **kwargs):
         header, keys = ticket.header, ticket.header.tensors
         config.density, config.rule, config.mask_digest = header.density, header.rule, header.mask_digest
-        if config.dtype is None:
-            kwargs.setdefault("dtype", torch.get_default_dtype())  # masks do not tell it
         state = {str(keys[one].key): torch.from_numpy(array) for one, array in ticket.arrays.items()}
         loaded = super().from_pretrained(None, *args, config=config, state_dict=state, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
@@ -375,6 +377,13 @@ class TicketMixin:
             check_weights(path, name, entry, layer.weight_digests[name])
             if layer.is_masked and not np.array_equal(layer.packed_mask(tensor).cpu(), ticket.arrays[name]):
                 raise TicketError(f"{path}: the mask of {name} was not loaded; see the load report above")
+
+
+def _with_dtype(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A copy that tells a dtype: masks do not, and transformers would take theirs."""
+    config = copy.deepcopy(config)
+    config.dtype = config.dtype or torch.get_default_dtype()
+    return config
 
 
 def _holds_scores(mask_file: Path) -> bool:
