@@ -147,6 +147,8 @@ class TicketMixin:
             ticket = type(self)(config)
         state = {str(header.tensors[name].key): torch.from_numpy(array) for name, array in arrays.items()}
         ticket.load_state_dict(state, assign=True)
+        for _, layer in ticket.supermask_layers():
+            layer._is_hf_initialized = True  # else transformers would make its masks anew
         if self.can_generate():
             ticket.generation_config = copy.deepcopy(self.generation_config)
         return ticket.to(self.device, self.dtype).eval()
