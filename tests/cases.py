@@ -1,5 +1,8 @@
 """The tiny model, the table of cases and the comparisons that the tests share."""
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -126,3 +129,12 @@ def gradients(model: PreTrainedModel, **batch: Tensor) -> dict[str, Tensor]:
     model.zero_grad()
     model(**(batch or {"input_ids": IDS, "labels": IDS}), use_cache=False).loss.backward()
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def save_tickets(folder: Path, names: Sequence[str], **changes) -> dict[str, Tensor]:
+    """Tickets of one backbone, each trained a little further than the last; their logits by name."""
+    model, logits = SupermaskGPT2LMHeadModel(tiny_config(**changes)), {}
+    for name in names:
+        train_a_little(model).save_ticket(folder / name)
+        logits[name] = logits_of(model)
+    return logits
