@@ -120,12 +120,11 @@ def test_gradients_of_one_model_and_of_several(changes):
     expected = gradients(model)
     assert_close(grad(loss)(values, IDS), expected, rtol=1e-5, atol=1e-7)
     # Several models at once: the masks of each are its own.
-    others = [values, {n: one.flip(0) for n, one in values.items()}, {n: -2 * one for n, one in values.items()}]
-    stacked = {name: torch.stack([other[name] for other in others]) for name in values}
+    stacked = {name: torch.stack([one, one.flip(0), -2 * one]) for name, one in values.items()}
     slopes, losses = vmap(grad_and_value(loss), (0, None))(stacked, IDS)
-    for index, other in enumerate(others):
+    for index in range(3):
         for name, parameter in model.named_parameters():
-            parameter.data.copy_(other[name])
+            parameter.data.copy_(stacked[name][index])
         assert_close(losses[index], model(IDS, labels=IDS).loss, rtol=1e-5, atol=1e-6)
         alone = gradients(model)
         assert_close({name: slopes[name][index] for name in values}, alone, rtol=1e-4, atol=1e-6)

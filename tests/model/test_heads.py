@@ -89,7 +89,8 @@ def test_resize_token_embeddings(tmp_path, changes, state, rows):
     assert model.resize_token_embeddings(rows) is model.get_input_embeddings()
     assert model.config.vocab_size == rows
     fresh = SupermaskGPT2LMHeadModel(tiny_config(state=state, **changes | {"vocab_size": rows}))
-    layers, both, tables = dict(model.supermask_layers()), min(64, rows), {"transformer.wte", "lm_head"} & set(old)
+    layers, both = dict(model.supermask_layers()), min(64, rows)
+    tables = {"transformer.wte", "lm_head"} & set(old)
     for path in tables:
         table, drawn = layers[path], fresh.get_submodule(path)
         assert table.shape == (rows, 32)

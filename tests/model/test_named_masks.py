@@ -81,9 +81,10 @@ def test_a_switch_that_fails_is_undone(model, shelf, monkeypatch, error, place):
             raise error
         materialise(layer)
 
-    with monkeypatch.context() as patch, pytest.raises(error):
-        patch.setattr(TicketLayer, "materialise", fail)
+    monkeypatch.setattr(TicketLayer, "materialise", fail)
+    with pytest.raises(error):
         model.set_mask("two")
+    monkeypatch.undo()
     assert len(calls) > place
     assert (model.active_mask, model.mask_names) == ("default", ["default", "two"])
     assert model.config.to_dict() == config

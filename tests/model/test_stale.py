@@ -129,7 +129,7 @@ SCORE_WAYS = {
 
 @pytest.fixture
 def model():
-    """Scores that have been trained, with gradients, and with everything that a layer may remember in place."""
+    """Scores that have been trained, with gradients, and with all that a layer may remember in place."""
     model = make()
     model(IDS, labels=IDS).loss.backward()
     return model

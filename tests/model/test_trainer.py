@@ -1,4 +1,4 @@
-"""transformers' Trainer: it moves scores only, scales the loss as for stock GPT-2, and resumes bit for bit."""
+"""transformers' Trainer: moves scores only, scales the loss as for stock GPT-2, and resumes bit for bit."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Masks of one backbone compared and combined: as numpy would, and what comes out is a ticket like any other."""
+"""Masks of one backbone compared and combined: as by numpy, and what comes out is a ticket like any other."""
 
 import numpy as np
 import pytest
