@@ -145,7 +145,7 @@ class TicketMixin:
         config.state, config.mask_digest = "ticket", None
         with torch.device("meta"):
             ticket = type(self)(config)
-        state = {str(header.tensors[name].key): torch.from_numpy(array) for name, array in arrays.items()}
+        state = {str(header.tensors[name].key): torch.tensor(array) for name, array in arrays.items()}
         ticket.load_state_dict(state, assign=True)
         for _, layer in ticket.supermask_layers():
             layer._is_hf_initialized = True  # else transformers would make its masks anew
