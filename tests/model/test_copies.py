@@ -29,6 +29,10 @@ def test_copies(changes, state):
     buffer = io.BytesIO()
     torch.save(model, buffer)
     buffer.seek(0)
+    memory = {values.data_ptr() for values in (*model.parameters(), *model.buffers())}
+    for twin in (model.to_ticket(), model.to_ticket().to_ticket()):
+        assert torch.equal(logits_of(twin), expected)
+        assert memory.isdisjoint(values.data_ptr() for values in (*twin.parameters(), *twin.buffers()))
     for twin in (copy.deepcopy(model), torch.load(buffer, weights_only=False)):
         assert_same_values(learned(twin), learned(model))
         assert torch.equal(logits_of(twin), expected)
