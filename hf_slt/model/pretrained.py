@@ -213,9 +213,8 @@ class TicketMixin:
             )
             kwargs |= dtype  # the model's; that of the configuration is the file's
         if mask is not None:
-            ticket = read_fitting_ticket(
-                mask, ticket.header, **{**where, "revision": None, "subfolder": None}
-            )
+            elsewhere = {**where, "revision": None, "subfolder": None}
+            ticket = read_fitting_ticket(mask, ticket.header.config, **elsewhere)
         for name in (*_DOWNLOAD_OPTIONS, "config"):
             kwargs.pop(name, None)
         if cls.can_generate() and kwargs.get("generation_config") is None:

@@ -9,7 +9,7 @@ from torch import nn
 
 from ..model.layers import SupermaskLayer, TicketLayer
 from ..model.ticket import pack_mask, unpack_mask
-from .scores import ScoresLayer
+from .scores import RoundedWeight, ScoresLayer
 
 
 def resize_token_embeddings(model: Any, rows: int) -> nn.Module:
@@ -42,4 +42,6 @@ def resized(layer: SupermaskLayer, rows: int) -> SupermaskLayer:
         new.materialise()
     elif layer.kind == "trained":
         new.body[:both] = layer.body[:both]
+        if isinstance(layer, StoredLayer) and layer.bits != 32:  # a ticket holds what its bits can
+            new.body.copy_(RoundedWeight.apply(new.body, layer.bits))
     return new
