@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..model.layers import SupermaskLayer, TicketLayer
+from ..model.layers import StoredLayer, SupermaskLayer, TicketLayer
 from ..model.ticket import pack_mask, unpack_mask
 from .scores import RoundedWeight, ScoresLayer
 
