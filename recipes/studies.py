@@ -22,6 +22,7 @@ import io
 import json
 import math
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -172,7 +173,8 @@ def measure_all(measure: Measure, points: Iterable[Point], workers: int) -> Iter
 
 
 def _end_with_parent() -> None:
-    """In a worker: end when the study does, even if that was killed."""
+    """In a worker: end when the study does, even if that was killed; a Ctrl-C is for the study to handle."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = parent_process()
     assert parent is not None
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
