@@ -43,13 +43,15 @@ import torch
 from safetensors.numpy import load_file
 from studies import Record, Records, Study, group, line, panels, select
 from tokenizers import Tokenizer, models
+from train_gpt2_slt import train
 from transformers import PreTrainedTokenizerFast
 
 from hf_slt.model.ticket import MASK_FILE, read_header
+from hf_slt.sharing.card import entropy_bits, value_bytes
 from hf_slt.text.blocks import Corpus, DataArguments, TokenBlocks, load_blocks
 from hf_slt.text.evaluation import evaluate_blocks
 from hf_slt.training.batches import validation_batches
-from hf_slt.training.loop import Run
+from hf_slt.training.run import Run
 
 UNSOLVED = -100  # the label of a token that is not to be predicted
 
@@ -130,27 +132,34 @@ _COMMON = {
     "learning_rate": 1e-2,
     "weight_learning_rate": 3e-3,
     "warmup_steps": 30,
-    "save_every": 0,
+    "save_steps": 0,
 }
 # Rates stay level in exercises: when a task is solved then does not depend on the steps allowed for it.
-_EXERCISE = {**_COMMON, "law": "normal", "rate_floor": 1.0, "batch_size": 32, "evaluate_every": 25}
+_EXERCISE = {
+    **_COMMON,
+    "law": "normal",
+    "min_lr_rate": 1.0,
+    "per_device_train_batch_size": 32,
+    "eval_steps": 25,
+}
 TASKS = {
     "recall": Task(
         {**_EXERCISE, "n_layer": 1, "n_embd": 64, "n_inner": 64, "n_head": 2, "n_qk": 64, "n_v": 32,
-         "block_size": 24, "steps": 400},
+         "block_size": 24, "max_steps": 400},
         solved=0.5, half=math.log(8) / 2, exercise=make_recall, shape={"keys": 8, "values": 8}, vocabulary=80,
     ),
     "induction": Task(
         {**_EXERCISE, "n_layer": 2, "n_embd": 128, "n_inner": 128, "n_head": 2, "n_qk": 64, "n_v": 64,
          "embedding_range": 0.01, "learning_rate": 3e-3, "block_size": 32,
-         "steps": 1000, "evaluate_every": 50},
+         "max_steps": 1000, "eval_steps": 50},
         # Who knows the tokens of the period, but not their order, has the mean of ln(period): twice this.
         solved=0.75, half=sum(map(math.log, range(4, 13))) / 18, exercise=make_induction,
         shape={"tokens": 32, "shortest": 4, "longest": 12, "length": 32}, vocabulary=32,
     ),
     "text": Task(
         {**_COMMON, "law": "signed_constant", "n_layer": 2, "n_embd": 128, "n_head": 2, "vocab_size": 1024,
-         "block_size": 64, "batch_size": 16, "steps": 300, "validation_blocks": 256, "evaluate_every": 100},
+         "block_size": 64, "per_device_train_batch_size": 16, "max_steps": 300, "validation_blocks": 256,
+         "eval_steps": 100},
     ),
 }  # fmt: skip
 
@@ -208,8 +217,8 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "score rate 3e-3": {**PLAIN, "learning_rate": 3e-3},  # with AdamW also: first scores 3 times as large
     "score rate 3e-2": {**PLAIN, "learning_rate": 3e-2},
     "score rate 5e-3, factor 2 (as nano)": {"learning_rate": 5e-3, "qk_scale": 2},
-    "SGD, rate 1": {**PLAIN, "optimizer": "sgd", "learning_rate": 1.0},
-    "SGD, rate 10": {**PLAIN, "optimizer": "sgd", "learning_rate": 10.0},
+    "SGD, rate 1": {**PLAIN, "optim": "sgd", "learning_rate": 1.0},
+    "SGD, rate 10": {**PLAIN, "optim": "sgd", "learning_rate": 10.0},
     "dense, rate 1e-3": {"control": "dense", "weight_learning_rate": 1e-3},
     "dense, rate 3e-3": {"control": "dense"},
 }
@@ -268,7 +277,7 @@ class Preset:
             yield "fig8", {"qk_scale": factor}
         for steps, factor in product(self.longer, (1, 2, "paper")):
             if factor != 1 or steps == self.longer[0]:
-                yield "longer", {"qk_scale": factor, "steps": steps}
+                yield "longer", {"qk_scale": factor, "max_steps": steps}
         for density in self.densities:
             yield "bytes", {**PLAIN, "density": density}
             yield "bytes", {**PLAIN, "density": density, "embedding": "trained"}
@@ -276,11 +285,11 @@ class Preset:
         for width, rate in product(self.dense_widths, self.dense_rates):
             yield "bytes", {**dense, "n_embd": width, "weight_learning_rate": rate}
         for steps in self.longer:  # a small dense model is quicker by the step: let it have more of them
-            yield "bytes", {**PLAIN, "steps": steps}
+            yield "bytes", {**PLAIN, "max_steps": steps}
             small = {"density": 0.3, "embedding": "trained", "embedding_bits": 4}
-            yield "bytes", {**PLAIN, "steps": steps, **small}
+            yield "bytes", {**PLAIN, "max_steps": steps, **small}
             for width, rate in product(self.longer_widths, self.longer_rates):
-                yield "bytes", {**dense, "n_embd": width, "steps": steps, "weight_learning_rate": rate}
+                yield "bytes", {**dense, "n_embd": width, "max_steps": steps, "weight_learning_rate": rate}
         for name in self.ablations:
             yield "ablations", ABLATIONS[name]
         for (width, depth), kind in product(self.sizes, KINDS):
@@ -319,9 +328,12 @@ def measure(task: str, quantised: bool = False, **settings: Any) -> Record:
         arguments = studies.loop_arguments(**settings, output_dir=folder)
         names = ("vocab_size", "block_size", "validation_blocks")
         data = {name: settings[name] for name in names if name in settings}
-        run = UntilSolved(arguments, corpus_of(task, arguments.run.steps * arguments.run.batch_size, **data))
+        run = UntilSolved(
+            arguments,
+            corpus_of(task, arguments.run.max_steps * arguments.run.per_device_train_batch_size, **data),
+        )
         run.solved = solved
-        if not run.loop():
+        if not train(run):
             raise KeyboardInterrupt
         report = run.finish()
         found = outcome(report, run.log.records)
@@ -354,8 +366,8 @@ def sizes_of(folder: Path) -> dict[str, Any]:
     return {
         "nonzero": sum(entry.size if entry.kept is None else entry.kept for entry in entries),
         "file_bytes": file_bytes,
-        "mask_bytes": math.ceil(sum(entry.entropy_bits for entry in entries) / 8),
-        "value_bytes": sum(entry.value_bytes for entry in entries),
+        "mask_bytes": math.ceil(sum(map(entropy_bits, entries)) / 8),
+        "value_bytes": sum(map(value_bytes, entries)),
     }
 
 
@@ -409,7 +421,8 @@ def stored_forms(run: Run, found: Record) -> list[dict[str, Any]]:
     for bits in (16, 8, 4) if trained_weights(whole) else (0,):
         model = copy.deepcopy(whole)
         size = masks + store_trained(model, bits)
-        batches = validation_batches(run.corpus.validation, run.run.batch_size, run.accelerator)
+        at_once = run.options.per_device_train_batch_size
+        batches = validation_batches(run.corpus.validation, at_once, run.accelerator)
         forms.append({"bits": bits, "bytes": size, "loss": evaluate_blocks(model, batches)["loss"]})
     return forms
 
@@ -506,7 +519,7 @@ def draw_switching(column: Any, curves: dict[str, list[Record]]) -> None:
     found = [record for records in curves.values() for record in records]
     if not found:
         return
-    longest = found[0]["of"]["steps"]
+    longest = found[0]["of"]["max_steps"]
     for place, (label, records) in enumerate(curves.items()):
         groups = group(records, factor_of)
         # A seed that never switches is drawn above all that do: a median stands that.
@@ -598,7 +611,7 @@ def draw_fig8(preset: Preset, found: Found, study: Study) -> None:
 
 def draw_bytes(preset: Preset, found: Found, study: Study) -> None:
     """A panel for each length of training; of several rates the best."""
-    lengths = group(found["bytes"], "steps")
+    lengths = group(found["bytes"], "max_steps")
     figure, ((*row,),) = panels(1, len(lengths), 4.4 * len(lengths) + 1, 4.6)
     ticket: dict[str, Any] = {"control": None, "embedding": "trained"}
     curves: list[tuple[str, dict[str, Any], int]] = [
@@ -698,7 +711,13 @@ PRESETS = {
         longer=(),
         ablations=("normal law",),
         sizes=((64, 1),),
-        shorter={"steps": 3, "evaluate_every": 2, "n_embd": 32, "n_layer": 1, "batch_size": 4},
+        shorter={
+            "max_steps": 3,
+            "eval_steps": 2,
+            "n_embd": 32,
+            "n_layer": 1,
+            "per_device_train_batch_size": 4,
+        },
     ),
 }
 
@@ -732,7 +751,12 @@ def paper_command(point: Point) -> tuple[Path, list[str]]:
     """The folder of a run of the paper's study, and its command."""
     folder = Path("runs/paper") / point.id.replace(" ", "-")
     launch = "accelerate launch --config_file recipes/accelerate/ddp.yaml recipes/train_gpt2_slt.py".split()
-    options = {**dict(point.changes), "seed": point.seed, "output_dir": folder, "resume": "true"}
+    options = {
+        **dict(point.changes),
+        "seed": point.seed,
+        "output_dir": folder,
+        "resume_from_checkpoint": "true",
+    }
     words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
     return folder, [*launch, "--config", f"recipes/{point.task}.yaml", *words]
 

@@ -19,7 +19,7 @@ import statistics
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise, product
 from pydoc_data import topics
 from typing import Any
@@ -28,15 +28,16 @@ import numpy as np
 import studies
 import torch
 from studies import Part, Point, Record, Study, geometric_mean, grid, group, line, panels, select
+from train_gpt2_slt import train
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from hf_slt import SupermaskGPT2Config, SupermaskGPT2LMHeadModel
 from hf_slt.papers.attention_hessian import attention_hessian
 from hf_slt.papers.curvature import BLOCKS, block_curvature
 from hf_slt.text.blocks import load_blocks
-from hf_slt.training.arguments import Arguments
-from hf_slt.training.loop import Run, build_model
+from hf_slt.training.arguments import Arguments, RunArguments
 from hf_slt.training.monitoring import attention_moments
+from hf_slt.training.run import Run, build_model
 
 NORMS = {True: "LayerNorm", False: "no LayerNorm"}
 
@@ -384,25 +385,16 @@ def where_even(curve: Sequence[tuple[float, float]]) -> float:
     return math.exp(min(points, key=lambda point: abs(point[1]))[0])
 
 
-class RatedRun(Run):
-    """A run in which each group of scores learns at a rate of its own: `rates` are factors, by name."""
-
-    def __init__(self, arguments: Arguments, rates: dict[str, float]) -> None:
-        self.rates = rates
-        super().__init__(arguments)
-
-    def _prepare(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
-        return super()._prepare(model, rated_optimizer(model, self.run, self.rates))
-
-
-def rated_optimizer(model: torch.nn.Module, run: Any, rates: dict[str, float]) -> torch.optim.Optimizer:
-    """AdamW as the run would have it, with a factor on the rate of each group of scores."""
+def rated_optimizer(
+    rates: dict[str, float], model: torch.nn.Module, options: RunArguments
+) -> torch.optim.Optimizer:
+    """AdamW as the run would have it, with a factor on the rate of each group of scores, by its name."""
     groups = []
     for name, parameter in model.named_parameters():
         kind = next(kind for kind, (_, words) in GROUPS.items() if any(word in name for word in words))
-        highest = run.learning_rate * rates.get(f"{kind}_rate", 1.0)
-        groups.append({"params": [parameter], "lr": highest, "highest": highest, "weight_decay": 0.0})
-    return torch.optim.AdamW(groups, betas=(run.beta1, run.beta2))
+        rate = options.learning_rate * rates.get(f"{kind}_rate", 1.0)
+        groups.append({"params": [parameter], "lr": rate, "weight_decay": 0.0})
+    return torch.optim.AdamW(groups, betas=(options.adam_beta1, options.adam_beta2))
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -422,10 +414,10 @@ def measure_advice(layer_norm: bool, variant: str, seed: int, steps: int) -> Rec
     taken = {name: round(value, 4) for name, value in said.items() if name.endswith(VARIANTS[variant])}
     scale = {name: value for name, value in taken.items() if name == "qk_scale"}
     with tempfile.TemporaryDirectory() as folder:
-        often = {"evaluate_every": 100, "save_every": 0, "output_dir": folder}
-        arguments = nano_arguments(layer_norm=layer_norm, seed=seed, steps=steps, **often, **scale)
-        run = RatedRun(arguments, taken)
-        if not run.loop():
+        often = {"eval_steps": 100, "save_steps": 0, "output_dir": folder}
+        arguments = nano_arguments(layer_norm=layer_norm, seed=seed, max_steps=steps, **often, **scale)
+        run = Run(arguments, make_optimizer=partial(rated_optimizer, taken))
+        if not train(run):
             raise KeyboardInterrupt
         curve = [[r["step"], r["loss"]] for r in run.log.records if r["kind"] == "evaluation"]
     return {"loss": curve[-1][1], "curve": [[step, round(loss, 4)] for step, loss in curve], "taken": taken}

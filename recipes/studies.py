@@ -35,10 +35,10 @@ from typing import Any
 
 import matplotlib
 import numpy as np
+from hf_slt.model.files import replacing
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from hf_slt.model.files import replacing
 from hf_slt.sharing.card import describe_environment
 from hf_slt.sharing.plots import COLOURS, MARKERS
 from hf_slt.training.arguments import Arguments, parse_arguments

@@ -1,70 +1,58 @@
 """Several masks on the frozen weights of one ticket, as PEFT has several adapters on one model.
 
-    model.load_mask("poems", "me/poems")      # checked against this backbone; one bit a weight
+    model.load_mask("me/poems", "poems")      # checked against this backbone; one bit a weight
     model.set_mask("poems")                   # weights drawn again, in place, times the other mask
-    with model.mask("default"): ...           # for a while
+    with model.using_mask("default"): ...     # for a while
     model.set_mask(None)                      # no mask: every random weight is kept
 
 The mask in use is in the buffers of the layers and nowhere else, so it cannot be out of date; the others
-rest here, packed.
+rest here, packed. One thread at a time switches; a switch that fails or is interrupted is undone.
 """
 
+import json
 import os
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.utils import cached_file
 
 from .configuration_supermask_gpt2 import SupermaskGPT2Config
-from .layers import Part, SupermaskLayer
-from .ticket import (
-    MASK_FILE,
-    MODEL_FILE,
-    Header,
-    TicketError,
-    backbone_differences,
-    has_header,
-    mask_digest,
-    read_arrays,
-    read_header,
-)
+from .layers import SupermaskLayer, full_mask
+from .ticket import LOADING_KEYS, Ticket, TicketError, find_mask_file, read_ticket
 
-_LENIENT = {
-    f"_raise_exceptions_for_{what}": False for what in ("gated_repo", "missing_entries", "connection_errors")
-}
+_SWITCHING = threading.RLock()  # of all models: a lock of its own would keep a model from being copied
 
 
-def find_mask(source: str | os.PathLike, where: dict) -> tuple[str, Header | None]:
-    """The mask file that a path, folder or Hub name means, and its header; None if there is no such file."""
-    if os.path.isfile(source):
-        return str(source), read_header(source)
-    if path := cached_file(source, MASK_FILE, **(_LENIENT | where)):
-        return path, read_header(path)
-    if (path := cached_file(source, MODEL_FILE, **(_LENIENT | where))) and has_header(path):
-        return path, read_header(path)
-    return "", None
+def backbone_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """What keeps masks made for one configuration from fitting the frozen weights of another, in words.
+
+    The tensors of a ticket are those that its configuration implies; so the configurations tell all.
+    """
+    free = LOADING_KEYS | {"density", "rule", "state"}
+    return [
+        f"{key} {one.get(key)!r} and {other.get(key)!r}"
+        for key in sorted((one.keys() | other.keys()) - free)
+        if one.get(key) != other.get(key)
+    ]
 
 
-def find_or_raise(source: str | os.PathLike, where: dict) -> tuple[str, Header]:
-    """As `find_mask`, where there must be one."""
-    path, header = find_mask(source, where)
-    if header is None:
+def read_fitting_ticket(source: str | os.PathLike, own: Mapping[str, Any], **where) -> Ticket:
+    """The ticket that a path, folder or Hub name means; it must fit the weights of a configuration."""
+    path = find_mask_file(source, **where)
+    if path is None:
         raise TicketError(f"{source}: no ticket found; give a mask file, a ticket's folder or a Hub name")
-    return path, header
-
-
-def check_backbone(path: str | os.PathLike, own: Header, other: Header) -> None:
-    """Raise TicketError, naming the difference, unless the masks of a file fit these frozen weights."""
-    differences = backbone_differences(own, other)
-    if differences:
+    ticket = read_ticket(path)
+    if differences := backbone_differences(own, ticket.header.config):
         more = f", and {len(differences) - 3} more" if len(differences) > 3 else ""
         raise TicketError(
             f"{path}: a mask of another backbone, which differs in: {'; '.join(differences[:3])}{more}; "
             "load it as a model of its own"
         )
+    return ticket
 
 
 @dataclass
@@ -79,8 +67,7 @@ class NamedMasks:
     """The part of a supermask model that holds masks by name."""
 
     config: SupermaskGPT2Config
-    header: Callable[[], Header]
-    _parts: Callable[[], Iterator[tuple[str, SupermaskLayer, Part]]]
+    supermask_layers: Callable[[], Iterator[tuple[str, SupermaskLayer]]]
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -98,7 +85,7 @@ class NamedMasks:
         names = {*self._resting_masks, self._active_mask}
         return sorted(name for name in names if name is not None)
 
-    def load_mask(self, name: str, source: str | os.PathLike, **options) -> None:
+    def load_mask(self, source: str | os.PathLike, name: str, **options) -> None:
         """Add a mask of the same backbone under a name; it is not yet in use.
 
         source: mask file, ticket folder or Hub name.
@@ -111,26 +98,36 @@ class NamedMasks:
             raise ValueError(
                 f"there is a mask {name!r} already; delete_mask({name!r}) first, or take another name"
             )
-        path, header = find_or_raise(source, options)
-        check_backbone(path, self.header(), header)
-        stored = {tensor: torch.from_numpy(array) for tensor, array in read_arrays(path, header).items()}
+        ticket = read_fitting_ticket(source, json.loads(self.config.to_json_string()), **options)
+        stored = {tensor: torch.from_numpy(array) for tensor, array in ticket.arrays.items()}
+        header = ticket.header
         self._resting_masks[name] = _Mask(stored, header.density, header.rule, header.mask_digest)
 
     def set_mask(self, name: str | None) -> None:
         """Put a mask in use, by name; None keeps every weight. Weights are drawn again in place."""
         self._want_ticket()
-        if name == self._active_mask:
-            return
-        if name is not None and name not in self._resting_masks:
-            raise ValueError(f"no mask {name!r}; there are {self.mask_names}")
-        if self._active_mask is not None:
-            self._resting_masks[self._active_mask] = self._copy_active()
-        if name is None:
-            new = _Mask({}, 1.0, self.config.rule, None)
-        else:
-            new = self._resting_masks.pop(name)
-        self._put(new)
-        self._active_mask = name
+        with _SWITCHING:
+            if name == self._active_mask:
+                return
+            if name is not None and name not in self._resting_masks:
+                raise ValueError(f"no mask {name!r}; there are {self.mask_names}")
+            config = self.config
+            stored = {
+                tensor.name: torch.from_numpy(data.copy())
+                for _, layer in self.supermask_layers()
+                for tensor, data in zip(layer.tensors, layer.data(), strict=True)
+                if data is not None
+            }
+            before = _Mask(stored, config.density, config.rule, config.mask_digest)
+            try:
+                self._put(_Mask({}, 1.0, config.rule, None) if name is None else self._resting_masks[name])
+            except BaseException:
+                self._put(before)
+                raise
+            if self._active_mask is not None:
+                self._resting_masks[self._active_mask] = before
+            self._resting_masks.pop(name, None)  # type: ignore[arg-type]
+            self._active_mask = name
 
     def delete_mask(self, name: str) -> None:
         """Forget a mask; the one in use cannot be."""
@@ -141,7 +138,7 @@ class NamedMasks:
         del self._resting_masks[name]
 
     @contextmanager
-    def mask(self, name: str | None) -> Iterator[None]:
+    def using_mask(self, name: str | None) -> Iterator[None]:
         """Use a mask within a `with` block, then the one before."""
         before = self._active_mask
         self.set_mask(name)
@@ -150,46 +147,25 @@ class NamedMasks:
         finally:
             self.set_mask(before)
 
-    # -- in and out of the layers ------------------------------------------------------------------
-
     def _want_ticket(self) -> None:
         if self.config.state != "ticket":
             raise ValueError(
                 "only a ticket has named masks; this model holds scores: model.to_ticket() makes one"
             )
 
-    def _copy_active(self) -> _Mask:
-        stored = {part.name: tensor.detach().cpu().clone() for _, part, tensor in self._stored()}
-        digest = mask_digest(self.header().tensors)
-        return _Mask(stored, self.config.density, self.config.rule, digest)
-
     @torch.no_grad()
     def _put(self, mask: _Mask) -> None:
-        changed: dict[int, SupermaskLayer] = {}
-        for layer, part, tensor in self._stored():
-            if layer.learns == "ticket":
-                new = mask.stored.get(part.name, full_mask(part))
-                if not torch.equal(new, tensor.cpu()):
-                    changed[id(layer)] = layer
-                    tensor.copy_(new)
-            elif part.name in mask.stored:
-                tensor.copy_(mask.stored[part.name])
-        for layer in changed.values():
-            layer.materialise()
+        for _, layer in self.supermask_layers():
+            changed = False
+            for tensor in layer.tensors:
+                if layer.kind == "masked":
+                    packed, new = layer.packed_mask(tensor), mask.stored.get(tensor.name, full_mask(tensor))
+                    if not torch.equal(new, packed.cpu()):
+                        packed.copy_(new)
+                        changed = True
+                elif tensor.name in mask.stored:
+                    layer.body.copy_(mask.stored[tensor.name])
+            if changed:
+                layer.materialise()
         self.config.density, self.config.rule = mask.density, mask.rule
         self.config.mask_digest = mask.mask_digest
-
-    def _stored(self) -> Iterator[tuple[SupermaskLayer, Part, Tensor]]:
-        for _, layer, part in self._parts():
-            if layer.learns == "ticket":
-                yield layer, part, layer.packed_mask(part)
-            elif layer.learns == "trained":
-                yield layer, part, layer.weight
-
-
-def full_mask(part: Part) -> Tensor:
-    """The packed mask that keeps every weight of a part; bits after the last are zero."""
-    packed = torch.full((-(-part.size // 8),), 255, dtype=torch.uint8)
-    if part.size % 8:
-        packed[-1] = (1 << part.size % 8) - 1
-    return packed

@@ -34,6 +34,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cache
 from statistics import NormalDist
 
@@ -45,6 +46,31 @@ TABLE_DIGEST = "e826a52cdd8f495d8df125d4853240931f5e58f5898454d43d5ebdc48025652a
 
 # A multiple of 8 (one Philox block). The temporaries of one chunk stay within a core's cache.
 _CHUNK = 1 << 17
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One frozen tensor: all that its weights follow from, and how a mask over them is found.
+
+    >>> TensorSpec("wte", (2, 2), seed=7, law="signed_constant", scale=0.5).draw().tolist()
+    [[0.5, -0.5], [0.5, 0.5]]
+    """
+
+    name: str
+    shape: tuple[int, int]
+    seed: int = 0
+    law: str = "normal"
+    scale: float = 1.0
+    rule: str = "edge_popup"
+    density: float = 1.0  # fraction kept
+
+    @property
+    def size(self) -> int:
+        return self.shape[0] * self.shape[1]
+
+    def draw(self) -> np.ndarray:
+        """The weights in float32, before any mask."""
+        return draw(self.seed, self.name, self.shape, self.law, self.scale)
 
 
 def draw(seed: int, name: str, shape: Sequence[int], law: str = "normal", scale: float = 1.0) -> np.ndarray:

@@ -3,37 +3,40 @@
     ticket/
       config.json                     the model's configuration, with the digest of all masks
       mask.safetensors                every mask, packed; its metadata alone rebuilds the weights
-      model.safetensors.index.json    maps every tensor to mask.safetensors: from_pretrained finds it
+      model.safetensors.index.json    maps every tensor to mask.safetensors, for tools that look for weights
 
 (`save_pretrained` of a ticket writes the same file under transformers' own name, model.safetensors,
 which needs no index; all below holds for either.)
 
-A mask of n bits is ceil(n / 8) bytes: bit i % 8 (least significant first) of byte i // 8 is weight i
-of the row-major tensor; the bits after the last are zero. With `encoding` "packed" each mask is stored so;
-with "entropy" all masks stand in one tensor, `coded_masks`, near their entropy (see `entropy.py`). Digests
-are those of the packed bytes in either case: a ticket is the same ticket however it is stored. Trained values
-are float32, or codes of 8 or 4 bits and the scales of their rows (see `quantisation.py`).
+A mask of n bits is ceil(n / 8) bytes: bit i % 8 (least significant first) of byte i // 8 is weight i of the
+row-major tensor; the bits after the last are zero. With `encoding` "packed" each mask is stored so; with
+"entropy" all masks stand in one tensor, `coded_masks`, near their entropy (see hf_slt/sharing/entropy.py).
+Digests are those of the packed bytes in either case: a ticket is the same ticket however it is stored.
+Trained values are float32, or codes of 8 or 4 bits and the scales of their rows (see `quantisation.py`).
 
-This module knows names, arrays and files; it knows no model and needs no torch.
+The way in is one: `find_mask_file` finds the file, `read_header` its description, `read_ticket` all of it.
+The header is the authority: its tensors must be those that its configuration implies, and config.json and the
+file's own table must say the same, which is checked before anything is allocated.
 """
 
 import hashlib
 import json
 import math
 import os
-import shutil
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save
+from safetensors.numpy import load
 
-from .entropy import decode_masks, encode_masks
-from .files import staged
-from .quantisation import BITS, dequantise, quantise, stored_form
+from .configuration_supermask_gpt2 import HEADS, RULES, SupermaskGPT2Config
+from .quantisation import BITS, dequantise, stored_form
 from .random_weights import GENERATOR, digest, draw
 
 FORMAT_VERSION = 1
@@ -44,24 +47,35 @@ CONFIG_FILE = "config.json"
 METADATA_KEY = "hf_slt"
 DIGEST_KEY = "hf_slt_sha256"  # of the text under METADATA_KEY
 ENCODINGS = ("packed", "entropy")
+DECODERS: dict[str, Callable] = {}  # of encodings that need a library; the package puts them here
 CODED_KEY = "coded_masks"  # where all masks stand in an entropy-coded file
 SCALES = "_scales"  # after the key of quantised values: where the scales of their rows stand
 # Of these, what a new save does not write is of an older one, and would be loaded in its place.
 WEIGHT_FILES = r"mask\.safetensors|model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json"
-
+_LONGEST_JSON = 64 << 20  # bytes; a header of a thousand tensors takes one
+_DTYPES = {"uint8": "U8", "int8": "I8", "float16": "F16", "float32": "F32"}  # as safetensors names them
+AGAIN = "download or copy the file again"  # the cure of all damage
+_KNOWN = {
+    "format_version": (FORMAT_VERSION,),
+    "encoding": ENCODINGS,
+    "rule": RULES,
+    "bit_order": ("little",),
+    "generator": (GENERATOR,),
+}
 
 # What may differ between two configurations of one ticket: how it is loaded, not what it computes.
-_LOADING_KEYS = frozenset(
+LOADING_KEYS = frozenset(
     "transformers_version architectures dtype auto_map _name_or_path use_cache mask_digest id2label "
     "label2id problem_type output_hidden_states output_attentions return_dict bos_token_id eos_token_id "
     "pad_token_id".split()
 )
 
 
-AGAIN = "download or copy the file again"  # the cure of all damage
+class SLTError(ValueError):
+    """Something the user can mend; the message names the value and the cure."""
 
 
-class TicketError(ValueError):
+class TicketError(SLTError):
     """A ticket is damaged, incomplete, of another backbone or of an unknown version."""
 
 
@@ -84,27 +98,31 @@ class Entry:
 
     @property
     def size(self) -> int:
-        return int(np.prod(self.shape))
+        return math.prod(self.shape)
 
     @property
-    def entropy_bits(self) -> float:
-        """The least a mask takes of which only the number kept is known."""
-        return entropy_bits(self.size, self.kept) if self.kept is not None else 0.0
-
-    @property
-    def value_bytes(self) -> int:
-        """Bytes of trained values, with the scales of their rows."""
-        if not self.trained:
-            return 0
-        return -(-self.size * self.bits // 8) + (2 * self.shape[0] if self.bits in BITS else 0)
+    def kind(self) -> str:
+        """As `SupermaskGPT2Config.kind_of`: masked, frozen or trained."""
+        return "trained" if self.law is None else "frozen" if self.kept is None else "masked"
 
     @property
     def masked(self) -> bool:
-        return self.kept is not None
+        return self.kind == "masked"
 
     @property
     def trained(self) -> bool:
-        return self.law is None
+        return self.kind == "trained"
+
+    def stored(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+        """Keys, shapes and types of its data in a packed file."""
+        if self.key is None:
+            return {}
+        if self.masked:
+            return {self.key: ((-(-self.size // 8),), np.dtype(np.uint8))}
+        if self.bits not in BITS:
+            return {self.key: (self.shape, np.dtype(np.float32))}
+        scales = ((self.shape[0],), np.dtype(np.float16))
+        return {self.key: stored_form(self.shape, self.bits), self.key + SCALES: scales}
 
 
 @dataclass(frozen=True)
@@ -120,33 +138,35 @@ class Header:
     format_version: int = FORMAT_VERSION
     encoding: str = "packed"
     bit_order: str = "little"
-    mask_digest: str = field(default="")
+    mask_digest: str = ""
 
-    @property
-    def coded(self) -> bool:
-        """Whether the file holds something else than the tensors of the model's state dict."""
-        return self.encoding != "packed" or any(entry.bits in BITS for entry in self.tensors.values())
+    def masked(self) -> dict[str, Entry]:
+        return {name: entry for name, entry in self.tensors.items() if entry.masked}
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
+    def draw(self, name: str) -> np.ndarray:
+        """The frozen weights of a tensor, before masking."""
+        entry = self.tensors[name]
+        if entry.law is None or entry.scale is None:
+            raise ValueError(f"{name} is trained: its values are stored, not drawn")
+        return draw(self.seed, name, entry.shape, entry.law, entry.scale)
 
 
-def entropy_bits(size: int, kept: int) -> float:
-    """log2(size choose kept).
+@dataclass(frozen=True)
+class Ticket:
+    """A mask file, read and checked: arrays by tensor name, masks packed, trained values in float32."""
 
-    >>> round(entropy_bits(100, 2), 3)
-    12.273
-    """
-    nats = math.lgamma(size + 1) - math.lgamma(kept + 1) - math.lgamma(size - kept + 1)
-    return nats / math.log(2)
+    path: Path
+    header: Header
+    arrays: dict[str, np.ndarray]
+
+    def masks(self) -> dict[str, np.ndarray]:
+        """Every mask by tensor name, as boolean arrays."""
+        masked = self.header.masked().items()
+        return {name: unpack_mask(self.arrays[name], entry.shape) for name, entry in masked}
 
 
 def pack_mask(mask: np.ndarray) -> np.ndarray:
-    """Bits to bytes, least significant first, row-major.
-
-    >>> pack_mask(np.array([[True, False, False], [True, True, False]])).tolist()
-    [25]
-    """
+    """Bits to bytes, least significant first, row-major."""
     return np.packbits(np.ascontiguousarray(mask, dtype=bool).reshape(-1), bitorder="little")
 
 
@@ -156,223 +176,242 @@ def unpack_mask(packed: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     >>> unpack_mask(np.array([25], np.uint8), (2, 3)).tolist()
     [[True, False, False], [True, True, False]]
     """
-    return np.unpackbits(packed, count=int(np.prod(shape)), bitorder="little").view(bool).reshape(shape)
+    return np.unpackbits(packed, count=math.prod(shape), bitorder="little").view(bool).reshape(shape)
+
+
+def count_bits(packed: np.ndarray) -> int:
+    """How many weights a packed mask keeps."""
+    return int(np.unpackbits(packed).sum(dtype=np.int64))
 
 
 def mask_digest(tensors: Mapping[str, Entry]) -> str:
     """One digest of all stored data: SHA-256 over 'name digest' lines, sorted by name."""
     lines = (f"{name} {entry.data_sha256}\n" for name, entry in sorted(tensors.items()) if entry.key)
-    return _sha256("".join(lines))
+    return sha256("".join(lines))
 
 
-def _sha256(text: str) -> str:
+def sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-# -- writing --------------------------------------------------------------------------------------
+# -- finding and reading --------------------------------------------------------------------------
 
 
-def write_masks(
-    directory: str | os.PathLike, header: Header, arrays: Mapping[str, np.ndarray], file_name: str = MASK_FILE
-) -> None:
-    """Write the mask file, and the index it needs, into a (staged) folder.
+def find_mask_file(source: str | os.PathLike, **where: Any) -> Path | None:
+    """The mask file that a path, a folder or a Hub name means; None if there is no ticket.
 
-    `arrays` by key of the state dict: packed masks, and trained values; `header.encoding` says how the
-    masks are stored.
+    where: `cache_dir`, `revision`, `token`, `subfolder` and others of `hf_hub_download`.
     """
-    directory = Path(directory)
-    arrays = _encode(header, arrays)
-    text = header.to_json()
-    metadata = {"format": "pt", METADATA_KEY: text, DIGEST_KEY: _sha256(text)}
-    (directory / file_name).write_bytes(_in_order(save(dict(arrays), metadata)))
-    if file_name == MODEL_FILE:
-        return  # transformers looks there without being told
-    index = {
-        "metadata": {"total_size": sum(array.nbytes for array in arrays.values())},
-        "weight_map": dict.fromkeys(sorted(arrays), MASK_FILE),
-    }
-    (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _encode(header: Header, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What the file holds, of what the state dict holds: both by key."""
-    stored = dict(arrays)
-    for entry in header.tensors.values():
-        if entry.bits in BITS:
-            key = str(entry.key)
-            stored[key], stored[key + SCALES] = quantise(arrays[key], entry.bits)
-    if header.encoding == "entropy":
-        masked = {name: entry for name, entry in header.tensors.items() if entry.masked}
-        shapes = {name: entry.shape for name, entry in masked.items()}
-        packed = {name: stored.pop(str(entry.key)) for name, entry in masked.items()}
-        stored[CODED_KEY] = encode_masks(packed, shapes)
-    return stored
-
-
-def _in_order(data: bytes) -> bytes:
-    """The same safetensors file with a sorted header: the library's order of metadata is random.
-
-    One ticket is then one sequence of bytes, and saving or pushing it again changes nothing.
-    """
-    length = int.from_bytes(data[:8], "little")
-    text = json.dumps(json.loads(data[8 : 8 + length]), sort_keys=True, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensors stay aligned
-    return len(text).to_bytes(8, "little") + text + data[8 + length :]
-
-
-# -- reading and checking -------------------------------------------------------------------------
-
-
-def has_header(path: str | os.PathLike) -> bool:
-    """Whether a safetensors file is one of ours; a damaged one raises TicketError."""
-    return METADATA_KEY in _read_metadata(Path(path))
+    if os.path.isfile(source):
+        return Path(source)
+    for name in (MASK_FILE, MODEL_FILE):
+        if os.path.isdir(source):
+            path = Path(source, where.get("subfolder") or "", name)
+        else:
+            try:
+                path = Path(hf_hub_download(str(source), name, **where))
+            except (EntryNotFoundError, HfHubHTTPError, HFValidationError, OSError):
+                continue  # transformers will say what is wrong with the name
+        # Scores and dense models have files of that name too, but not our header.
+        if path.exists() and (name == MASK_FILE or METADATA_KEY in read_table(path)[0]):
+            return path
+    return None
 
 
 def read_header(path: str | os.PathLike) -> Header:
-    """The metadata of a mask file, checked for version and form; reads no tensor."""
+    """The metadata of a mask file, checked in full against the file's own table; reads no tensor."""
     path = Path(path)
-    metadata = _read_metadata(path)
+    metadata, table = read_table(path)
     text = metadata.get(METADATA_KEY)
-    if text is None:
+    if not isinstance(text, str):
         raise TicketError(f"{path}: no {METADATA_KEY!r} metadata; the file was not written by hf_slt")
-    if metadata != {"format": "pt", METADATA_KEY: text, DIGEST_KEY: _sha256(text)}:
+    if metadata != {"format": "pt", METADATA_KEY: text, DIGEST_KEY: sha256(text)}:
         raise TicketError(f"{path}: the metadata do not have the digest they name; {AGAIN}")
-    try:
-        fields = json.loads(text)
-        if fields["format_version"] != FORMAT_VERSION:
-            raise TicketError(
-                f"{path}: format version {fields['format_version']} is unknown, this is version "
-                f"{FORMAT_VERSION}; install a newer hf_slt"
-            )
-        tensors = {
-            name: Entry(**{**entry, "shape": tuple(entry["shape"])})
-            for name, entry in fields["tensors"].items()
-        }
-        header = Header(**{**fields, "tensors": tensors})
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise TicketError(f"{path}: metadata that cannot be read ({error!r}); {AGAIN}") from None
-    if header.encoding not in ENCODINGS:
-        raise TicketError(
-            f"{path}: encoding {header.encoding!r} is not one of {', '.join(map(repr, ENCODINGS))}; install "
-            "a newer hf_slt"
-        )
-    if header.generator != GENERATOR:
-        raise TicketError(
-            f"{path}: generator {header.generator!r} is not {GENERATOR!r}: its weights cannot be drawn by "
-            "this version of hf_slt; install the one that made the ticket"
-        )
+    header = _parse_header(path, parse_json(path, text))
+    found = {key: (tuple(one["shape"]), one["dtype"]) for key, one in table.items()}
+    wanted = {
+        key: (shape, _DTYPES[str(dtype)])
+        for entry in header.tensors.values()
+        if not (entry.masked and header.encoding == "entropy")
+        for key, (shape, dtype) in entry.stored().items()
+    }
+    if header.encoding == "entropy":  # of any length
+        wanted[CODED_KEY] = (found.get(CODED_KEY, ((), ""))[0], "U8")
+    for key in sorted(wanted.keys() | found.keys()):
+        if wanted.get(key) != found.get(key):
+            shown = found.get(key, "missing"), wanted.get(key, "nothing of it")
+            raise TicketError(f"{path}: tensor {key} is {shown[0]}, the metadata say {shown[1]}; {AGAIN}")
     return header
 
 
-def _read_metadata(path: Path) -> dict[str, str]:
+def read_ticket(path: str | os.PathLike) -> Ticket:
+    """All of a mask file, each array checked against the header; with config.json if one lies beside it."""
+    ticket, faults = ticket_and_faults(Path(path))
+    beside = Path(path).with_name(CONFIG_FILE)
+    if not faults and beside.exists():
+        faults = list(config_faults(ticket.path, ticket.header, read_json(beside)))
+    for fault in faults:
+        raise fault
+    return ticket
+
+
+def ticket_and_faults(path: Path) -> tuple[Ticket, list[TicketError]]:
+    """The ticket, and what is wrong with its arrays; a header that is wrong raises."""
+    header = read_header(path)
+    if (
+        header.encoding != "packed" and header.encoding not in DECODERS
+    ):  # this code came from the Hub by itself
+        cure = (
+            "pip install hf_slt, and import hf_slt; or have it stored again by `slt pack --encoding packed`"
+        )
+        raise ImportError(f"{path}: masks with encoding {header.encoding!r} need the package: {cure}")
+    arrays: dict[str, np.ndarray] = {}
     try:
-        with open(path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            size = path.stat().st_size
-            if not 0 < length <= size - 8:
-                raise TicketError(
-                    f"{path}: a header of {length} bytes in a file of {size}: truncated; {AGAIN}"
-                )
-            return json.loads(file.read(length)).get("__metadata__", {})
-    except FileNotFoundError:
-        raise TicketError(f"{path}: no such file; a ticket holds its masks in {MASK_FILE}") from None
-    except (UnicodeDecodeError, json.JSONDecodeError, AttributeError) as error:
-        raise TicketError(f"{path}: not a safetensors file ({error}); {AGAIN}") from None
-
-
-def read_arrays(path: str | os.PathLike, header: Header) -> dict[str, np.ndarray]:
-    """Every stored array by tensor name, masks packed, each checked against the header."""
-    arrays, faults = _read_arrays(Path(path), header)
-    if faults:
-        raise faults[0]
-    return arrays
-
-
-def read_masks(path: str | os.PathLike, header: Header) -> dict[str, np.ndarray]:
-    """Every mask by tensor name, as boolean arrays."""
-    arrays = read_arrays(path, header)
-    entries = header.tensors.items()
-    return {name: unpack_mask(arrays[name], entry.shape) for name, entry in entries if entry.masked}
-
-
-def _read_arrays(path: Path, header: Header) -> tuple[dict[str, np.ndarray], list[TicketError]]:
-    try:
-        stored = _decode(header, load_file(path))
-    except (SafetensorError, OSError) as error:
-        return {}, [TicketError(f"{path}: {error}: damaged; {AGAIN}")]
-    except KeyError as error:
-        return {}, [TicketError(f"{path}: tensor {error.args[0]} is missing; {AGAIN}")]
-    except ValueError as error:
-        return {}, [TicketError(f"{path}: a tensor cannot be decoded ({error}); {AGAIN}")]
-    arrays, faults = {}, []
+        stored = load(path.read_bytes())
+        if header.encoding == "entropy":
+            masked = header.masked()
+            shapes = {name: entry.shape for name, entry in masked.items()}
+            kept = {name: int(entry.kept or 0) for name, entry in masked.items()}
+            arrays |= DECODERS["entropy"](stored[CODED_KEY], shapes, kept)
+    except (SafetensorError, OSError, ValueError) as error:
+        return Ticket(path, header, {}), [TicketError(f"{path}: damaged ({error}); {AGAIN}")]
+    faults = []
     for name, entry in header.tensors.items():
         if entry.key is None:
             continue
-        if entry.key not in stored:
-            faults.append(TicketError(f"{path}: tensor {entry.key} is missing; {AGAIN}"))
-            continue
-        arrays[name] = stored.pop(entry.key)
-        try:
-            check_array(path, name, entry, arrays[name])
-        except TicketError as fault:
-            faults.append(fault)
-    faults += [TicketError(f"{path}: tensor {key} is not in the metadata; {AGAIN}") for key in sorted(stored)]
-    if (found := mask_digest(header.tensors)) != header.mask_digest:
-        faults.append(
-            TicketError(
-                f"{path}: digest {found[:8]}... of all masks is not the {header.mask_digest[:8]}... in its "
-                f"metadata; {AGAIN}"
-            )
-        )
-    return arrays, faults
-
-
-def _decode(header: Header, stored: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The inverse of `_encode`."""
-    for entry in header.tensors.values():
         if entry.bits in BITS:
-            codes, scales = stored.pop(str(entry.key)), stored.pop(str(entry.key) + SCALES)
-            form = stored_form(entry.shape, entry.bits), ((entry.shape[0],), np.dtype(np.float16))
-            if ((codes.shape, codes.dtype), (scales.shape, scales.dtype)) != form:
-                raise ValueError(f"{entry.key} is stored as {codes.shape, codes.dtype}, not {form[0]}")
-            stored[str(entry.key)] = dequantise(codes, scales, entry.shape, entry.bits)
-    if header.encoding == "entropy":
-        masked = {name: entry for name, entry in header.tensors.items() if entry.masked}
-        shapes = {name: entry.shape for name, entry in masked.items()}
-        kept = {name: int(entry.kept or 0) for name, entry in masked.items()}
-        packed = decode_masks(stored.pop(CODED_KEY), shapes, kept)
-        stored |= {str(masked[name].key): bits for name, bits in packed.items()}
-    return stored
+            codes, scales = stored[entry.key], stored[entry.key + SCALES]
+            arrays[name] = dequantise(codes, scales, entry.shape, entry.bits)
+        elif name not in arrays:
+            arrays[name] = stored[entry.key]
+        found, array = digest(arrays[name]), arrays[name]
+        if found != entry.data_sha256:
+            differ = f"digest {found[:8]}..., not the {str(entry.data_sha256)[:8]}... in its metadata"
+            faults.append(TicketError(f"{path}: {name} has {differ}: damaged; {AGAIN}"))
+        elif entry.masked and (
+            count_bits(array) != entry.kept or (entry.size % 8 and array[-1] >> entry.size % 8)
+        ):
+            faults.append(TicketError(f"{path}: {name} does not keep {entry.kept} of {entry.size} weights"))
+    if (found := mask_digest(header.tensors)) != header.mask_digest:
+        differ = f"digest {found[:8]}... of all masks is not the {header.mask_digest[:8]}... in its metadata"
+        faults.append(TicketError(f"{path}: {differ}; {AGAIN}"))
+    return Ticket(path, header, arrays), faults
 
 
-def check_array(path: str | os.PathLike, name: str, entry: Entry, array: np.ndarray) -> None:
-    """Raise TicketError unless a stored array is the one that the header describes."""
-    form = (
-        ((-(-entry.size // 8),), np.dtype(np.uint8)) if entry.masked else (entry.shape, np.dtype(np.float32))
-    )
-    if (array.shape, array.dtype) != form:
-        raise TicketError(f"{path}: {name} is stored as {array.shape, array.dtype}, not {form}; {AGAIN}")
-    if (found := digest(array)) != entry.data_sha256:
-        raise TicketError(
-            f"{path}: {name} has digest {found[:8]}..., not the {str(entry.data_sha256)[:8]}... in its "
-            f"metadata: damaged; {AGAIN}"
-        )
-    if entry.masked:
-        bits = np.unpackbits(array, bitorder="little")
-        if bits[entry.size :].any() or int(bits.sum()) != entry.kept:
-            raise TicketError(f"{path}: {name} keeps {int(bits.sum())} weights, not {entry.kept}")
+def read_table(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Metadata and table of tensors of a safetensors file; no tensor is read."""
+    size = _size(path)
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 0 < length <= min(size - 8, _LONGEST_JSON):
+            raise TicketError(f"{path}: a header of {length} bytes in a file of {size}: truncated; {AGAIN}")
+        table = parse_json(path, file.read(length))
+    metadata = table.pop("__metadata__", {})
+    for one in (metadata, *table.values()):
+        if not isinstance(one, dict) or (one is not metadata and not one.keys() >= {"shape", "dtype"}):
+            raise TicketError(f"{path}: a table that lists no tensors; {AGAIN}")
+    return metadata, table
 
 
-def check_config(path: str | os.PathLike, header: Header, config: Mapping[str, Any]) -> None:
-    """Raise TicketError unless config.json describes the model that the masks were made for."""
-    for key, value in header.config.items():
-        if key not in _LOADING_KEYS and config.get(key, value) != value:
-            raise TicketError(
-                f"{path}: made for {key}={value!r}, but {CONFIG_FILE} says {config[key]!r}; "
-                "the mask belongs to another ticket"
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file that may come from a stranger."""
+    if _size(path) > _LONGEST_JSON:
+        raise TicketError(f"{path}: {_size(path)} bytes, more than the {_LONGEST_JSON} it may have; {AGAIN}")
+    return parse_json(path, path.read_bytes())
+
+
+def _size(path: Path) -> int:
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        raise TicketError(f"{path}: no such file; the ticket is incomplete") from None
+    if not stat.S_ISREG(found.st_mode):  # a device has no end, and a pipe waits for ever
+        raise TicketError(f"{path}: not a regular file; {AGAIN}")
+    return found.st_size
+
+
+def parse_json(path: Path, data: bytes | str) -> dict[str, Any]:
+    """A JSON object, in which no key stands twice and every number is finite."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise ValueError("a key that stands twice")
+        return found
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is not a number")
+
+    try:
+        found = json.loads(data, object_pairs_hook=unique, parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        raise TicketError(f"{path}: not the JSON that it should be ({error}); {AGAIN}") from None
+    if not isinstance(found, dict):
+        raise TicketError(f"{path}: JSON, but not an object; {AGAIN}")
+    return found
+
+
+# -- checking -------------------------------------------------------------------------------------
+
+
+def _parse_header(path: Path, facts: dict[str, Any]) -> Header:
+    for key, known in _KNOWN.items():
+        if facts.get(key) not in known:
+            choices = " or ".join(map(repr, known))
+            cure = "install the version of hf_slt that wrote the ticket"
+            raise TicketError(f"{path}: {key} {facts.get(key)!r} is not {choices}, known here; {cure}")
+    try:
+        names = {field.name for field in fields(Header)}
+        if facts.keys() != names:
+            raise ValueError(f"keys {sorted(facts.keys() ^ names)}")
+        tensors = facts["tensors"].items()
+        entries = {name: Entry(**{**one, "shape": tuple(one["shape"])}) for name, one in tensors}
+        header = Header(**{**facts, "tensors": entries})
+        if (type(header.seed), type(header.mask_digest)) != (int, str):
+            raise ValueError(f"seed {header.seed!r}, mask_digest {header.mask_digest!r}")
+        config = SupermaskGPT2Config.from_dict(dict(header.config))
+        for key, value in {"seed": header.seed, "rule": header.rule, "density": header.density}.items():
+            if getattr(config, key) != value:
+                raise ValueError(f"{key} {value!r}, but {getattr(config, key)!r} in the configuration")
+        if config.state != "ticket":
+            raise ValueError(f"state {config.state!r}, not 'ticket'")
+        check_tensors(header, config)
+    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
+        raise TicketError(f"{path}: metadata that describe no ticket ({error}); {AGAIN}") from None
+    return header
+
+
+def check_tensors(header: Header, config: SupermaskGPT2Config, *, sizes: bool = True) -> None:
+    """Raise ValueError unless a header's tensors are those of a model of this configuration."""
+    names = set(config.tensor_names())
+    for name in sorted((names ^ header.tensors.keys()) - set(HEADS)):
+        raise ValueError(f"{name} is missing" if name in names else f"{name} is no tensor of such a model")
+    for name, entry in header.tensors.items():
+        tensor, kind = config.tensor(name), config.kind_of(name)
+        if sizes and repr(entry.shape) != repr(tensor.shape):
+            raise ValueError(f"{name} has shape {entry.shape}, the model wants {tensor.shape}")
+        found = (entry.kind, entry.law, entry.scale, entry.bits)
+        drawn, stored = (kind, tensor.law, tensor.scale, 1), (kind, None, None, config.embedding_bits)
+        if repr(found) != repr(wanted := stored if kind == "trained" else drawn):  # 1.0 is not 1
+            raise ValueError(f"{name} is {found} (kind, law, scale, bits), the configuration says {wanted}")
+        kept = range(entry.size + 1) if kind == "masked" else [None]
+        if entry.kept not in kept or type(entry.kept) not in (int, type(None)):
+            raise ValueError(f"{name} keeps {entry.kept} of {entry.size} weights")
+        if [type(one) is str for one in (entry.key, entry.data_sha256)] != [kind != "frozen"] * 2:
+            raise ValueError(f"{name} has key {entry.key!r} and digest {entry.data_sha256!r}")
+
+
+def config_faults(path: Path, header: Header, config: Mapping[str, Any]) -> Iterator[TicketError]:
+    """Where config.json is not that of the model that the masks were made for."""
+    for key in sorted((header.config.keys() | config.keys()) - LOADING_KEYS):
+        own, other = (json.dumps(one[key]) if key in one else "nothing" for one in (header.config, config))
+        if own != other:
+            yield TicketError(
+                f"{path}: made for {key}={own}, but {CONFIG_FILE} says {other}; it was altered or the mask "
+                "belongs to another ticket: copy the folder again"
             )
     if config.get("mask_digest") != header.mask_digest:
-        raise TicketError(
+        yield TicketError(
             f"{path}: digest {header.mask_digest[:8]}... is not the {str(config.get('mask_digest'))[:8]}... "
             f"in {CONFIG_FILE}; the file is damaged or belongs to another ticket"
         )
@@ -385,171 +424,3 @@ def check_weights(path: str | os.PathLike, name: str, entry: Entry, found: str) 
             f"{path}: the weights drawn for {name} have digest {found[:8]}..., not the "
             f"{str(entry.weight_sha256)[:8]}... they were trained with; seed, law or scale was altered"
         )
-
-
-def mask_path(directory: str | os.PathLike) -> Path:
-    """The mask file of a ticket's folder, under either of its names."""
-    path = Path(directory) / MASK_FILE
-    return path if path.exists() or not path.with_name(MODEL_FILE).exists() else path.with_name(MODEL_FILE)
-
-
-def verify_ticket(directory: str | os.PathLike, *, weights: bool = True) -> Header:
-    """Check everything in a ticket's folder and return its header; raise TicketError at the first fault.
-
-    Files present and readable, versions known, configuration, every mask, and (with `weights`) every
-    frozen weight drawn again and compared with its digest.
-    """
-    for fault in find_faults(directory, weights=weights):
-        raise fault
-    return read_header(mask_path(directory))
-
-
-def find_faults(directory: str | os.PathLike, *, weights: bool = True) -> Iterator[TicketError]:
-    """All that is wrong with a ticket's folder, as `verify_ticket` would raise it."""
-    directory = Path(directory)
-    if not directory.is_dir():
-        yield TicketError(f"{directory}: no such folder")
-        return
-    config, path = None, mask_path(directory)
-    try:
-        config = _read_json(directory / CONFIG_FILE)
-    except TicketError as fault:
-        yield fault
-    if path.name == MASK_FILE and path.exists() and path.with_name(MODEL_FILE).exists():
-        yield TicketError(f"{directory / MODEL_FILE}: would be loaded instead of {MASK_FILE}; remove it")
-    try:
-        header = read_header(path)
-    except TicketError as fault:
-        yield fault
-        return
-    if path.name == MASK_FILE:
-        try:
-            index = _read_json(directory / INDEX_FILE).get("weight_map")
-            if index != dict.fromkeys(_stored_keys(header), MASK_FILE):
-                cure = "save the ticket again"
-                yield TicketError(
-                    f"{directory / INDEX_FILE}: does not list the tensors of {MASK_FILE}; {cure}"
-                )
-        except TicketError as fault:
-            yield fault
-    yield from _read_arrays(path, header)[1]
-    if config is not None:
-        try:
-            check_config(path, header, config)
-        except TicketError as fault:
-            yield fault
-    for name, entry in header.tensors.items() if weights else ():
-        if not entry.trained:
-            try:
-                check_weights(path, name, entry, digest(draw_entry(header, name)))
-            except TicketError as fault:
-                yield fault
-
-
-def _stored_keys(header: Header) -> set[str]:
-    coded = header.encoding == "entropy"
-    entries = [entry for entry in header.tensors.values() if entry.key and not (coded and entry.masked)]
-    scales = {str(entry.key) + SCALES for entry in entries if entry.bits in BITS}
-    return {str(entry.key) for entry in entries} | scales | ({CODED_KEY} if coded else set())
-
-
-def draw_entry(header: Header, name: str) -> np.ndarray:
-    """The frozen weights of one tensor of a ticket, before masking."""
-    entry = header.tensors[name]
-    if entry.law is None or entry.scale is None:
-        raise ValueError(f"{name} is trained: its values are stored, not drawn")
-    return draw(header.seed, name, entry.shape, entry.law, entry.scale)
-
-
-def _read_json(path: Path) -> dict:
-    try:
-        return json.loads(path.read_text())
-    except FileNotFoundError:
-        raise TicketError(f"{path}: no such file; the ticket is incomplete") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise TicketError(f"{path}: not JSON ({error}); {AGAIN}") from None
-
-
-# -- tickets from tickets ---------------------------------------------------------------------------
-
-
-def backbone_differences(one: Header, other: Header) -> list[str]:
-    """What keeps the masks of one ticket from fitting the frozen weights of another, in words."""
-    found = [
-        f"{what} {getattr(one, what)!r} and {getattr(other, what)!r}"
-        for what in ("generator", "seed")
-        if getattr(one, what) != getattr(other, what)
-    ]
-    for name in sorted({**one.tensors, **other.tensors}):
-        if name not in one.tensors or name not in other.tensors:
-            found.append(f"{name} is in only one of them")
-            continue
-        mine, theirs = one.tensors[name], other.tensors[name]
-        for what in ("shape", "law", "scale", "masked", "bits"):
-            if getattr(mine, what) != getattr(theirs, what):
-                found.append(f"{name} with {what} {getattr(mine, what)} and {getattr(theirs, what)}")
-                break  # one line a tensor is enough to name it
-    free = _LOADING_KEYS | {"density", "rule", "state", "seed"}
-    for key in sorted((one.config.keys() & other.config.keys()) - free):
-        if one.config[key] != other.config[key]:
-            found.append(f"{key} {one.config[key]!r} and {other.config[key]!r}")
-    return found
-
-
-def rewrite_ticket(
-    source: str | os.PathLike,
-    target: str | os.PathLike,
-    *,
-    encoding: str = "packed",
-    masks: Mapping[str, np.ndarray] | None = None,
-) -> Header:
-    """The ticket of one folder written to another (or the same), whole or not at all.
-
-    encoding: how the new file stores its masks.
-    masks: packed masks by tensor name, in place of those in `source`; the density becomes what they keep.
-    """
-    source, target = Path(source), Path(target)
-    if encoding not in ENCODINGS:
-        raise ValueError(f"encoding {encoding!r} is not one of {', '.join(map(repr, ENCODINGS))}")
-    header = verify_ticket(source, weights=False)
-    arrays = read_arrays(mask_path(source), header)
-    config = _read_json(source / CONFIG_FILE)
-    if masks is not None:
-        arrays |= masks
-        entries = {
-            name: replace(entry, kept=count_bits(arrays[name]), data_sha256=digest(arrays[name]))
-            if entry.masked
-            else entry
-            for name, entry in header.tensors.items()
-        }
-        masked = [entry for entry in entries.values() if entry.masked]
-        density = sum(entry.kept or 0 for entry in masked) / sum(entry.size for entry in masked)
-        digest_of_all = mask_digest(entries)
-        changed = {"density": density, "mask_digest": digest_of_all}
-        config |= changed
-        header = replace(
-            header,
-            tensors=entries,
-            config={**header.config, **changed},
-            density=density,
-            mask_digest=digest_of_all,
-        )
-    header = replace(header, encoding=encoding)
-    with staged(target, stale=WEIGHT_FILES) as stage:
-        if target.resolve() != source.resolve():
-            for path in source.iterdir():
-                if path.is_file() and path.name not in (MASK_FILE, MODEL_FILE, INDEX_FILE, CONFIG_FILE):
-                    shutil.copyfile(path, stage / path.name)
-        by_key = {str(header.tensors[name].key): array for name, array in arrays.items()}
-        write_masks(stage, header, by_key)
-        (stage / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    return header
-
-
-def count_bits(packed: np.ndarray) -> int:
-    """How many weights a packed mask keeps.
-
-    >>> count_bits(np.array([25], np.uint8))
-    3
-    """
-    return int(np.unpackbits(packed).sum(dtype=np.int64))

@@ -178,7 +178,7 @@ class _PlainModel:
         self.model.set_attn_implementation("eager")
         # Of the model given: they can draw their weights.
         self.frozen_layers: dict[str, Any] = {
-            path: layer for path, layer in masked.items() if layer.learns in ("scores", "ticket")
+            path: layer for path, layer in masked.items() if layer.kind == "masked"
         }
         self.qk_factor = qk_factor
         if layer_norm == "remove":
@@ -236,7 +236,7 @@ class _PlainModel:
     def frozen(self, place: _Place) -> Tensor:
         """The frozen weight of a block before its mask: what a unit of score adds to the weight."""
         layer = self.frozen_layers[place.path]
-        weight = np.concatenate([layer.frozen_weight(part) for part in layer.parts], axis=1)[:, place.columns]
+        weight = layer.drawn_weight()[:, place.columns]
         factor = self.qk_factor if place.block in ("q", "k") else 1.0
         return factor * torch.from_numpy(weight).to(self.device, self.dtype)
 

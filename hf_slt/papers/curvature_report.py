@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ..model.files import replacing
+from ..sharing.files import replacing
 from ..text.blocks import BlockPacker, pack
 from ..text.corpus import CorpusArguments, load_documents, read_files
 from ..text.evaluation import load_model

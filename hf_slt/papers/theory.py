@@ -237,7 +237,7 @@ class TargetTransformer:
 
 @dataclass(frozen=True)
 class ApproximateAttention:
-    """Masks that make the attention of `SupermaskGPT2Model.from_masks(config, masks)` compute the target."""
+    """Masks that make the attention of a `SupermaskGPT2Model` compute the target."""
 
     target: TargetAttention
     config: SupermaskGPT2Config
@@ -260,7 +260,7 @@ class ApproximateAttention:
         """The library's attention layer with these masks, in float64 (the weights are float32 draws)."""
         from ..model.modeling_supermask_gpt2 import SupermaskGPT2Model
 
-        return SupermaskGPT2Model.from_masks(self.config, self.masks).double().h[0].attn
+        return SupermaskGPT2Model.from_mask_arrays(self.config, self.masks).double().h[0].attn
 
     def __call__(self, x: np.ndarray, allowed: np.ndarray | None = None) -> np.ndarray:
         """As the target, computed by `layer()`: x (..., T, d1), allowed (..., T, T), to (..., T, d2)."""
@@ -330,7 +330,7 @@ class ApproximateTransformer:
 
         from ..model.modeling_supermask_gpt2 import SupermaskGPT2LMHeadModel
 
-        model = SupermaskGPT2LMHeadModel.from_masks(self.config, self.masks)
+        model = SupermaskGPT2LMHeadModel.from_mask_arrays(self.config, self.masks)
         d = self.target.wte.shape[1]
         with torch.no_grad():
             for layer, values in (

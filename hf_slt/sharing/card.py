@@ -21,8 +21,10 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from ..model.files import replacing
-from ..model.ticket import CONFIG_FILE, Entry, Header, mask_path, verify_ticket
+from ..model.quantisation import BITS
+from ..model.ticket import CONFIG_FILE, Entry, Header
+from .files import replacing
+from .verify import mask_path, verify_ticket
 
 CARD_FILE = "README.md"
 TAGS = ["supermask", "strong-lottery-ticket", "edge-popup", "gpt2"]
@@ -77,6 +79,7 @@ def write_card(
     environment: Mapping[str, str] | None = None,
     license: str | None = None,
     language: str | list[str] | None = None,
+    header: Header | None = None,
 ) -> Path:
     """Write README.md into a ticket's folder, whole or not at all; a damaged ticket raises TicketError.
 
@@ -89,9 +92,10 @@ def write_card(
     text_sha256: digest of the text trained and validated on.
     command: the words of the command line.
     environment: where it was trained; see `describe_environment`.
+    header: of a ticket that was verified before.
     """
     folder, records = Path(folder), list(records)
-    header = verify_ticket(folder, weights=False)
+    header = header or verify_ticket(folder, weights=False)
     config = json.loads((folder / CONFIG_FILE).read_text())
     name = name or folder.resolve().name
     title = name.rsplit("/", 1)[-1]
@@ -200,7 +204,7 @@ def measure_size(folder: Path, header: Header) -> dict[str, Any]:
         description = 8 + int.from_bytes(file.read(8), "little")  # as safetensors begins
     total = path.stat().st_size
     entries = header.tensors.values()
-    trained = sum(entry.value_bytes for entry in entries)
+    trained = sum(value_bytes(entry) for entry in entries)
     weights, masked, kept = (
         sum(entry.size for entry in entries),
         sum(entry.size for entry in entries if entry.masked),
@@ -211,7 +215,7 @@ def measure_size(folder: Path, header: Header) -> dict[str, Any]:
         "file": total,
         "description_bytes": description,
         "trained_bytes": trained,
-        "entropy_bytes": math.ceil(sum(entry.entropy_bits for entry in entries) / 8),
+        "entropy_bytes": math.ceil(sum(map(entropy_bits, entries)) / 8),
         "mask_bytes": total - description - trained,
         "weights": weights,
         "masked": masked,
@@ -220,6 +224,27 @@ def measure_size(folder: Path, header: Header) -> dict[str, Any]:
         "bits_per_weight": 8 * total / weights,
         "times_smaller": 4 * weights / total,
     }
+
+
+def entropy_bits(entry: Entry) -> float:
+    """The least a mask takes of which only the number kept is known: log2(size choose kept).
+
+    >>> round(entropy_bits(Entry((10, 10), "mask", "normal", 1.0, kept=2)), 3)
+    12.273
+    """
+    if entry.kept is None:
+        return 0.0
+    nats = (
+        math.lgamma(entry.size + 1) - math.lgamma(entry.kept + 1) - math.lgamma(entry.size - entry.kept + 1)
+    )
+    return nats / math.log(2)
+
+
+def value_bytes(entry: Entry) -> int:
+    """Bytes of trained values, with the scales of their rows."""
+    if not entry.trained:
+        return 0
+    return -(-entry.size * entry.bits // 8) + (2 * entry.shape[0] if entry.bits in BITS else 0)
 
 
 def gap_closed(runs: Mapping[str, Mapping[str, float]]) -> float | None:

@@ -1,26 +1,24 @@
-"""Masks of one backbone compared and combined, from file to file: no weight is drawn, no torch is needed.
+"""Masks of one backbone compared and combined, from file to file: no weight is drawn.
 
 overlap(A, B)  = |A and B| / |A or B|             Jaccard's; two random masks of density d overlap d / (2 - d)
 hamming(A, B)  = |A xor B|                        weights on which they disagree
 """
 
+import copy
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from typing import Any
 
 import numpy as np
+import torch
 
-from ..model.ticket import (
-    Header,
-    TicketError,
-    backbone_differences,
-    count_bits,
-    mask_path,
-    read_arrays,
-    read_header,
-    rewrite_ticket,
-)
+from ..model.configuration_supermask_gpt2 import SupermaskGPT2Config
+from ..model.named_masks import backbone_differences
+from ..model.ticket import Header, TicketError, count_bits, pack_mask, read_ticket
+from .saving import rewrite_ticket
+from .verify import mask_path
 
 Masks = Mapping[str, np.ndarray]  # packed, by tensor name
 
@@ -144,11 +142,30 @@ def combine_tickets(
 def _read_alike(sources: Sequence[str | os.PathLike]) -> list[tuple[Header, dict[str, np.ndarray]]]:
     read: list[tuple[Header, dict[str, np.ndarray]]] = []
     for source in sources:
-        path = mask_path(source)
-        header = read_header(path)
-        if read and (differences := backbone_differences(read[0][0], header)):
+        ticket = read_ticket(mask_path(source))
+        header = ticket.header
+        if read and (differences := backbone_differences(read[0][0].config, header.config)):
             raise TicketError(
                 f"{sources[0]} and {source} are of different backbones: {'; '.join(differences[:3])}"
             )
-        read.append((header, read_arrays(path, header)))
+        read.append((header, ticket.arrays))
     return read
+
+
+def ticket_of_masks(model_class: Any, config: SupermaskGPT2Config, masks: Mapping[str, np.ndarray]) -> Any:
+    """A ticket, in memory, of these masks by tensor name; all that the configuration has are needed."""
+    config = copy.deepcopy(config)
+    config.state, config.mask_digest = "ticket", None
+    model = model_class(config).eval()
+    layers = [layer for _, layer in model.supermask_layers() if layer.kind == "masked"]
+    names = {tensor.name for layer in layers for tensor in layer.tensors}
+    if names != masks.keys():
+        missing, unknown = sorted(names - masks.keys()), sorted(masks.keys() - names)
+        raise ValueError(f"no mask for {missing}" if missing else f"the configuration has no {unknown}")
+    for layer in layers:
+        for tensor, stored in zip(layer.tensors, layer.stored(), strict=True):
+            if (shape := masks[tensor.name].shape) != tensor.shape:
+                raise ValueError(f"the mask of {tensor.name} has shape {shape}, not {tensor.shape}")
+            stored.copy_(torch.from_numpy(pack_mask(masks[tensor.name])))
+        layer.materialise()
+    return model

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..model.configuration_supermask_gpt2 import SupermaskGPT2Config
-from ..model.files import replacing
-from ..model.masking import RULES, keep_largest, kept_count
+from ..sharing.files import replacing
+from .selection import RULES, keep_largest, kept_count
 
 logger = logging.get_logger(__name__)
 
@@ -29,7 +29,7 @@ def masks_of(config: SupermaskGPT2Config, parameters: dict[str, Tensor], density
     """Boolean masks, by name of their scores, of whole parameters."""
     rank = RULES[config.rule].rank
     return {
-        name: keep_largest(rank(scores), kept_count(density, scores.numel()))
+        name: keep_largest(scores, kept_count(density, scores.numel()), rank)
         for name, scores in parameters.items()
         if name.endswith("scores")
     }
@@ -122,13 +122,14 @@ def attention_moments(
 class Log:
     """log.jsonl, one record a line, and the trackers beside it; only the first process writes."""
 
-    def __init__(self, path: Path, accelerator: Accelerator, resumed_at: int) -> None:
+    def __init__(self, path: Path, accelerator: Accelerator, resumed: Path | None, step: int) -> None:
+        """Of a run resumed after `step`, the log goes on from that one."""
         self.path, self.accelerator = path, accelerator
         self.records: list[dict[str, Any]] = []
         if not accelerator.is_main_process:
             return
-        if resumed_at and path.exists():  # lines after the checkpoint will be written again
-            self.records = [record for record in read_log(path) if record["step"] <= resumed_at]
+        if resumed and resumed.exists():  # lines after the checkpoint will be written again
+            self.records = [record for record in read_log(resumed) if record["step"] <= step]
         with replacing(path) as temporary:
             temporary.write_text("".join(json.dumps(record) + "\n" for record in self.records))
 

@@ -17,7 +17,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 
 import hf_slt
 from hf_slt import TicketError, verify_ticket
-from hf_slt.model.files import staged
+from hf_slt.sharing.files import staged
 from hf_slt.model.random_weights import GENERATOR, draw
 from hf_slt.model.ticket import find_faults, pack_mask, rewrite_ticket, unpack_mask
 
@@ -408,7 +408,7 @@ def test_a_save_cut_between_two_files_is_noticed(folder, monkeypatch):
             raise KeyboardInterrupt
         replace(source, target)
 
-    monkeypatch.setattr("hf_slt.model.files.os.replace", cut)
+    monkeypatch.setattr("hf_slt.sharing.files.os.replace", cut)
     with pytest.raises(KeyboardInterrupt):
         make_model(seed=9).save_ticket(folder)
     assert calls[-1] == "config.json"

@@ -15,14 +15,14 @@ import studies
 import torch
 
 from hf_slt.training.arguments import Arguments, parse_arguments
-from hf_slt.training.loop import Run
+from hf_slt.training.run import Run
 
 ROOT = Path(__file__).parents[2]
 
 
 def short(task="recall", seed=0, experiments=("recall",), **changes):
     """A point of a few steps."""
-    changes = study.settings_of(task, **{"steps": 2, "evaluate_every": 2, **changes})
+    changes = study.settings_of(task, **{"max_steps": 2, "eval_steps": 2, **changes})
     return study.Point(task, changes, seed, experiments)
 
 
@@ -86,7 +86,7 @@ def test_a_point_repeats_exactly_and_another_loss_is_told(tmp_path, monkeypatch,
         return [(point, measure(**point)) for point in points]
 
     monkeypatch.setattr(studies, "measure_all", at_once)
-    point = short(seed=3, steps=6)
+    point = short(seed=3, max_steps=6)
     records = studies.Records(tmp_path / "records.json", [point.settings])
     assert study.repeat(point, records) == 0
     assert "no record of it yet" in capsys.readouterr().out
@@ -102,7 +102,7 @@ def test_a_point_repeats_exactly_and_another_loss_is_told(tmp_path, monkeypatch,
 
 def test_an_exercise_ends_when_it_is_solved(monkeypatch):
     monkeypatch.setitem(study.TASKS, "recall", replace(study.TASKS["recall"], solved=50.0))
-    found = study.measure(**short(steps=8).settings)
+    found = study.measure(**short(max_steps=8).settings)
     assert found["solved"] is True
     assert found["steps"] == 2
 
@@ -160,7 +160,7 @@ def test_the_paper_preset_names_commands_that_parse():
         arguments = parse_arguments(words)
         assert arguments.model.n_embd // arguments.model.n_head == 64
         assert arguments.model.n_embd == point.settings["n_embd"]
-        assert arguments.run.epochs == 50
+        assert arguments.run.num_train_epochs == 50
 
 
 def test_the_paper_preset_runs_what_is_left_and_draws(tmp_path, monkeypatch, capsys):
@@ -178,7 +178,7 @@ def test_the_paper_preset_runs_what_is_left_and_draws(tmp_path, monkeypatch, cap
         words = command[command.index("--config") + 2 :]
         tiny = "--n_layer 1 --n_embd 64 --n_head 1 --block_size 24 --batch_size 4 --steps 2".split()
         run = Run(parse_arguments([*words, *tiny]), study.corpus_of("recall", 8))
-        run.loop()
+        study.train(run)
         run.finish()
         return subprocess.CompletedProcess(command, 0)
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 
 import figures_hessian as recipe
@@ -11,7 +12,6 @@ import torch
 from cases import tiny_config
 
 from hf_slt import SupermaskGPT2LMHeadModel
-from hf_slt.training.loop import train
 
 RESULTS = Path(__file__).parents[2] / "recipes" / "results"
 
@@ -89,26 +89,36 @@ def test_advice_evens_query_and_value():
 def tiny(tmp_path, monkeypatch):
     """The arguments of a training of two steps in the place of nano's."""
     (tmp_path / "small.txt").write_text("The function returns the value of the name. " * 400)
-    words = {"train_files": tmp_path / "small.txt", "vocab_size": 280, "block_size": 32, "batch_size": 4}
+    words = {
+        "train_files": tmp_path / "small.txt",
+        "vocab_size": 280,
+        "block_size": 32,
+        "per_device_train_batch_size": 4,
+    }
     shape = {"n_layer": 1, "n_embd": 16, "n_head": 2, "learning_rate": 1e-2, "cache_dir": tmp_path / "cache"}
 
     def arguments(**options):
-        usual = {"steps": 2, "output_dir": tmp_path / "run"}
+        usual = {"max_steps": 2, "output_dir": tmp_path / "run"}
         return studies.loop_arguments(**{**words, **shape, **usual, **options})
 
     monkeypatch.setattr(recipe, "nano_arguments", arguments)
     return arguments
 
 
+def rated(arguments, rates):
+    return recipe.Run(arguments, make_optimizer=partial(recipe.rated_optimizer, rates))
+
+
 def test_rates_reach_their_scores_and_no_others(tiny, tmp_path):
-    plain = train(tiny(output_dir=tmp_path / "plain"))
-    run = recipe.RatedRun(tiny(), {})
-    assert run.loop()
-    assert run.log.records[-2]["loss"] == plain["loss"]  # without rates, it is the ordinary training
+    plain, run = recipe.Run(tiny(output_dir=tmp_path / "plain")), rated(tiny(), {})
+    assert recipe.train(plain)
+    assert recipe.train(run)
+    losses = [[r["loss"] for r in one.log.records if r["kind"] == "train"] for one in (plain, run)]
+    assert losses[0] == losses[1]  # without rates, it is the ordinary training
     for kind, (_, words) in recipe.GROUPS.items():
-        run = recipe.RatedRun(tiny(output_dir=tmp_path / kind), {f"{kind}_rate": 0.0})
+        run = rated(tiny(output_dir=tmp_path / kind), {f"{kind}_rate": 0.0})
         before = {name: scores.detach().clone() for name, scores in run.model.named_parameters()}
-        run.loop()
+        recipe.train(run)
         still = {name for name, scores in run.model.named_parameters() if scores.equal(before[name])}
         assert still == {name for name in before if any(word in name for word in words)}, kind
 
@@ -122,9 +132,9 @@ def test_each_variant_takes_its_part_of_the_advice(tiny, tmp_path, monkeypatch):
         found = recipe.measure_advice(layer_norm=False, variant=variant, seed=2, steps=3)
         assert found["taken"] == taken[variant]
         scale = {"qk_scale": 1.5} if variant in ("scale", "both") else {}
-        arguments = tiny(layer_norm=False, seed=2, steps=3, output_dir=tmp_path / variant, **scale)
-        run = recipe.RatedRun(arguments, rates if variant in ("rates", "both") else {})
-        run.loop()
+        arguments = tiny(layer_norm=False, seed=2, max_steps=3, output_dir=tmp_path / variant, **scale)
+        run = rated(arguments, rates if variant in ("rates", "both") else {})
+        recipe.train(run)
         (last,) = (record for record in run.log.records if record["kind"] == "evaluation")
         assert (found["loss"], found["curve"]) == (last["loss"], [[3, round(last["loss"], 4)]])
 

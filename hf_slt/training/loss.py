@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from .masking import piece_size
+from .selection import piece_size
 
 _MEAN, _SUM = 1, 2  # how the operators number their reductions
 _FEW = 16  # pieces; less memory than so many stays with the process, and is not fresh

@@ -9,6 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
+class SLTError(ValueError):
+    """Something the user can mend; the message names the value and the cure."""
+
+
 @contextmanager
 def replacing(path: str | os.PathLike) -> Iterator[Path]:
     """A temporary path beside `path` to write to; it takes its place at the end, but not after an error."""
