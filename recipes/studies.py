@@ -22,6 +22,7 @@ import io
 import json
 import math
 import os
+import platform
 import signal
 import sys
 import threading
@@ -35,11 +36,11 @@ from typing import Any
 
 import matplotlib
 import numpy as np
-from hf_slt.model.files import replacing
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from hf_slt.sharing.card import describe_environment
+from hf_slt.sharing.files import replacing
 from hf_slt.sharing.plots import COLOURS, MARKERS
 from hf_slt.training.arguments import Arguments, parse_arguments
 
@@ -155,10 +156,13 @@ def geometric_mean(values: Iterable[float]) -> float:
 def measure_all(measure: Measure, points: Iterable[Point], workers: int) -> Iterator[tuple[Point, Record]]:
     """Points with what was found there, as they come, from processes of one thread each.
 
-    On one thread sums have one order, and a point repeats to the last bit. A fresh interpreter for every
-    worker: torch does not survive a fork with threads.
+    On one thread, and with the vectors of AVX2 also where torch has wider ones, sums have one order, and a
+    point repeats to the last bit. A fresh interpreter for every worker reads these two settings; and torch
+    does not survive a fork with threads.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
+    if platform.machine() in ("x86_64", "AMD64"):
+        os.environ.setdefault("ATEN_CPU_CAPABILITY", "avx2")
     pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=_end_with_parent)
     try:
         running = {pool.submit(_quietly, measure, point): point for point in points}
