@@ -202,6 +202,8 @@ class DrawnLayer(SupermaskLayer):
         super()._load_from_state_dict(*args, **kwargs)
         if self.body.is_meta and not any(tensor.is_meta for tensor in self.stored()):  # assign=True
             setattr(self, self.body_name, torch.empty_like(self.body, device="cpu"))
+        if any(stamp.tensor.is_inference() for stamp in self._made_from):
+            self._made_from = ()  # such a tensor counts no versions
         if not self.body.is_meta:
             self._make_current()
 

@@ -119,13 +119,15 @@ class TicketMixin:
             ticket = type(self)(config)
         ticket.load_state_dict(
             {
-                f"{path}.{layer.key(tensor)}": torch.from_numpy(data)
+                f"{path}.{layer.key(tensor)}": torch.tensor(data)
                 for path, layer in self.supermask_layers()
                 for tensor, data in zip(layer.tensors, layer.data(), strict=True)
                 if data is not None
             },
             assign=True,
         )
+        for _, layer in ticket.supermask_layers():
+            layer._is_hf_initialized = True  # else transformers would fill it anew
         if self.can_generate():
             ticket.generation_config = copy.deepcopy(self.generation_config)
         return ticket.to(self.device, self.dtype).eval()

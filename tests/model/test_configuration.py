@@ -111,4 +111,6 @@ def test_an_unknown_key_in_a_file_is_kept_with_a_warning(tmp_path, caplog):
     config = make()
     config.colour = "blue"
     config.save_pretrained(tmp_path)
+    assert not caplog.text
     assert AutoConfig.from_pretrained(tmp_path).colour == "blue"
+    assert "the configuration holds 'colour', which is no option" in caplog.text

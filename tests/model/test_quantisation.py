@@ -2,17 +2,17 @@
 
 import numpy as np
 import pytest
-import torch
-from cases import logits_of, tiny_config, train_a_little
+from cases import make, tiny_config
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
-from hf_slt import SupermaskGPT2LMHeadModel, TicketError, verify_ticket
-from hf_slt.model.layers import RoundedWeight
-from hf_slt.model.quantisation import BITS, dequantise, largest_code, quantise
+from hf_slt import SupermaskGPT2LMHeadModel, TicketError
+from hf_slt.model.quantisation import BITS, dequantise, largest_code
+from hf_slt.sharing.card import value_bytes
+from hf_slt.sharing.saving import quantise
 
 tables = arrays.arrays(
     np.float32,
@@ -35,42 +35,19 @@ def test_within_half_a_step_and_the_same_the_second_time(bits, values):
     assert np.array_equal(again[1], scales)
 
 
-@pytest.mark.parametrize("bits", BITS)
-@given(values=tables)
-def test_torch_rounds_as_numpy_does(bits, values):
-    ours = RoundedWeight.apply(torch.from_numpy(values), bits)
-    assert ours.numpy().tobytes() == dequantise(*quantise(values, bits), values.shape, bits).tobytes()
-
-
 def test_what_has_no_scale_is_refused():
     for value in (np.nan, np.inf, 1e8):
         with pytest.raises(ValueError, match=r"finite|too large"):
             quantise(np.full((1, 2), value, np.float32), 4)
 
 
-def test_the_gradient_passes_straight_through():
-    weight = torch.randn(3, 4, requires_grad=True)
-    (RoundedWeight.apply(weight, 4) * torch.arange(12.0).view(3, 4)).sum().backward()
-    assert torch.equal(weight.grad, torch.arange(12.0).view(3, 4))
-
-
 @pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("encoding", ["packed", "entropy"])
-def test_a_ticket_of_few_bits_is_the_model_that_was_trained(tmp_path, bits, encoding):
-    model = train_a_little(SupermaskGPT2LMHeadModel(tiny_config(embedding="trained", embedding_bits=bits)))
-    model.save_ticket(tmp_path / "ticket", encoding=encoding)
-    header = verify_ticket(tmp_path / "ticket")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ticket")
-    assert torch.equal(logits_of(again), logits_of(model))
-    assert torch.equal(logits_of(model.to_ticket()), logits_of(model))
-    again.save_ticket(tmp_path / "again", encoding=encoding)
-    first, second = ((tmp_path / name / "mask.safetensors").read_bytes() for name in ("ticket", "again"))
-    assert first == second
-    stored = load_file(tmp_path / "ticket" / "mask.safetensors")
-    tables = {name for name in stored if ".wte." in name or ".wpe." in name}
-    assert sum(stored[name].nbytes for name in tables) == sum(model.ledger().values())
-    assert model.ledger() == {name: header.tensors[name].value_bytes for name in ("wte", "wpe")}
-    assert model.ledger()["wte"] == 64 * 32 * bits // 8 + 64 * 2
+def test_values_take_as_many_bytes_as_are_counted(tmp_path, bits):
+    header = make(embedding="trained", embedding_bits=bits).save_ticket(tmp_path)
+    stored = load_file(tmp_path / "mask.safetensors")
+    for name in ("wte", "wpe"):
+        found = sum(array.nbytes for key, array in stored.items() if f".{name}." in key)
+        assert found == value_bytes(header.tensors[name]) == 64 * 32 * bits // 8 + 64 * 2
 
 
 def test_damaged_codes_are_refused(tmp_path):

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import sys
 import weakref
 
 import numpy as np
@@ -339,9 +340,11 @@ def dense(model, batches, layer, block, space="weight", **options):
     plain = _PlainModel(model, batches, dtype=torch.float64, **options)
     layers = None if layer is None else [layer]
     (place,) = plain.places([block], layers, space)
-    operators = plain.operators(place, space)
-    eye = torch.eye(operators[0].shape[0], dtype=torch.float64)
-    return [torch.cat([operator @ some for some in eye.split(64, dim=1)], 1) for operator in operators]
+    operator = plain.operator(place, space)
+    columns = torch.eye(operator.size, dtype=torch.float64).split(64, dim=1)
+    H, H_o = (torch.cat(part, 1) for part in zip(*map(operator.with_outer, columns), strict=True))
+    assert torch.equal(operator @ columns[-1], H[:, -columns[-1].shape[1] :])
+    return H, H_o
 
 
 @pytest.mark.parametrize(
@@ -415,8 +418,8 @@ def test_eigenvalues_of_a_block_that_hardly_bends_or_not_at_all():
 def test_score_space_is_the_weight_hessian_between_frozen_weights():
     model, ids = supermask(law="normal"), tokens()
     layer = model.transformer.h[1].attn.c_attn
-    for block, part in zip("qkv", layer.parts, strict=True):
-        weight = torch.from_numpy(layer.frozen_weight(part)).double()
+    for block, part in zip("qkv", layer.tensors, strict=True):
+        weight = torch.from_numpy(part.draw()).double()
         H, H_o = dense(model, ids, 1, block)
         S, S_o = dense(model, ids, 1, block, space="score")
         for got, want in ((S, to_score_space(H, weight)), (S_o, to_score_space(H_o, weight))):
@@ -427,10 +430,10 @@ def test_score_space_is_the_derivative_of_the_gradient_that_trains():
     """Gradients that the straight-through layer itself returns, a little apart, against the operator."""
     model, ids = supermask().double(), tokens()
     layer = model.transformer.h[0].attn.c_attn
-    scores, value = layer.value_scores, layer.parts[2]
+    scores, value = layer.value_scores, layer.tensors[2]
     signs = scores.detach().double().sign()
     (direction,) = draw(0, tuple(scores.shape))
-    displacement = torch.from_numpy(layer.frozen_weight(value)) * signs * direction
+    displacement = torch.from_numpy(value.draw()) * signs * direction
 
     def gradient(step):
         def move(_, inputs, output):  # as if the masked weight were step * displacement further
@@ -453,8 +456,8 @@ def test_score_space_is_the_derivative_of_the_gradient_that_trains():
 def test_signed_constant_blocks_have_the_weights_spectrum():
     model, ids = supermask(law="signed_constant"), tokens()
     layer = model.transformer.h[0].attn.c_attn
-    for block, part in zip("qv", (layer.parts[0], layer.parts[2]), strict=True):
-        constant = abs(float(layer.frozen_weight(part)[0, 0]))
+    for block, part in zip("qv", (layer.tensors[0], layer.tensors[2]), strict=True):
+        constant = abs(float(part.draw()[0, 0]))
         want = constant**2 * torch.linalg.eigvalsh(dense(model, ids, 0, block)[0])
         got = torch.linalg.eigvalsh(dense(model, ids, 0, block, space="score")[0])
         assert (got - want).abs().max() <= 1e-12 * want.abs().max()
@@ -603,6 +606,14 @@ def test_curvature_errors_name_value_and_cure():
         block_curvature(model, tokens(length=1))
     with pytest.raises(ValueError, match="layer_norm='off'"):
         block_curvature(model, tokens(), layer_norm="off")
+
+
+def test_without_scipy_the_extra_is_named_and_all_but_eigenvalues_is_measured(monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy.sparse.linalg", None)
+    with pytest.raises(ImportError, match=r'pip install "hf_slt\[curvature\]"'):
+        block_curvature(stock(), tokens(), ("q",), layers=[0], probes=1)
+    (row,) = block_curvature(stock(), tokens(), ("q",), layers=[0], probes=1, eigenvalues=False)
+    assert row.norm > 0
 
 
 # ---------------------------------------------------------------------------------------------------

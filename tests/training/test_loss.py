@@ -2,14 +2,14 @@
 
 import pytest
 import torch
+from cases import tiny_config
 from torch.func import functional_call, grad, jvp, vmap
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from hf_slt import SupermaskGPT2LMHeadModel
-from hf_slt.model import cross_entropy, masking
-from hf_slt.model.cross_entropy import CrossEntropy, causal_lm_loss
-
-from .cases import tiny_config
+from hf_slt.training import loss as loss_module
+from hf_slt.training import selection
+from hf_slt.training.loss import CrossEntropy, causal_lm_loss
 
 VOCABULARY = 37
 
@@ -17,8 +17,8 @@ VOCABULARY = 37
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     """Seven tokens at a time: several pieces, the last of them not full."""
-    monkeypatch.setattr(masking, "_CHUNK", 7 * VOCABULARY + 3)
-    monkeypatch.setattr(cross_entropy, "_FEW", 1)
+    monkeypatch.setattr(selection, "_PIECE", 7 * VOCABULARY + 3)
+    monkeypatch.setattr(loss_module, "_FEW", 1)
 
 
 def example(dtype=torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
@@ -108,7 +108,7 @@ def test_torch_func():
 
 def test_the_model_uses_it_and_a_loss_of_ones_own_replaces_it(monkeypatch):
     model = SupermaskGPT2LMHeadModel(tiny_config())
-    monkeypatch.setattr(masking, "_CHUNK", model.config.vocab_size)
+    monkeypatch.setattr(selection, "_PIECE", model.config.vocab_size)
     ids = torch.arange(32).view(2, 16) % model.config.vocab_size
     ours = model(ids, labels=ids)
     ours.loss.backward()

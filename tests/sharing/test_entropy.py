@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 from transformers.dynamic_module_utils import get_imports
 
-from hf_slt.model import entropy
-from hf_slt.model.entropy import decode_masks, encode_masks
 from hf_slt.model.random_weights import digest, draw
 from hf_slt.model.ticket import pack_mask, unpack_mask
+from hf_slt.sharing import entropy
+from hf_slt.sharing.entropy import decode_masks, encode_masks
 
 
 def make_mask(name: str, shape: tuple[int, ...], density: float) -> np.ndarray:
