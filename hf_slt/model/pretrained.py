@@ -36,6 +36,7 @@ from .ticket import (
     Ticket,
     TicketError,
     check_weights,
+    find_file,
     find_mask_file,
     mask_digest,
     pack_mask,
@@ -313,7 +314,7 @@ class TicketMixin:
             return super().from_pretrained(source, *args, **kwargs)
         where = {name: kwargs[name] for name in _DOWNLOAD_OPTIONS if kwargs.get(name) is not None}
         path = find_mask_file(source, **where)
-        if path is None or _holds_scores(path):
+        if path is None or _holds_scores(source, path, where):
             if mask is not None:
                 raise TicketError(f"{source}: not a ticket; mask= puts another mask on one")
             loaded = super().from_pretrained(source, *args, **kwargs)
@@ -344,7 +345,8 @@ class TicketMixin:
     @classmethod
     def _from_ticket(cls, ticket: Ticket, config: PreTrainedConfig, name: str, *args, **kwargs):
         header, keys = ticket.header, ticket.header.tensors
-        config.density, config.rule, config.mask_digest = header.density, header.rule, header.mask_digest
+        config.state, config.density, config.rule = "ticket", header.density, header.rule
+        config.mask_digest = header.mask_digest
         state = {str(keys[one].key): torch.from_numpy(array) for one, array in ticket.arrays.items()}
         loaded = super().from_pretrained(None, *args, config=config, state_dict=state, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
@@ -388,15 +390,13 @@ def _with_dtype(config: PreTrainedConfig) -> PreTrainedConfig:
     return config
 
 
-def _holds_scores(mask_file: Path) -> bool:
-    """Whether a folder is of scores, with the mask of an earlier ticket left in it.
+def _holds_scores(source: str | os.PathLike, mask_file: Path, where: dict[str, Any]) -> bool:
+    """Whether a folder or a name is of scores, with the mask of an earlier ticket left in it.
 
     Its configuration must say so and its scores must be there: else it is an altered ticket.
     """
-    config, scores = mask_file.with_name(CONFIG_FILE), mask_file.with_name(MODEL_FILE)
-    return (
-        mask_file.name == MASK_FILE
-        and config.is_file()
-        and read_json(config).get("state") == "scores"
-        and scores.is_file()
-    )
+    if mask_file.name != MASK_FILE or os.path.isfile(source):
+        return False
+    config = find_file(source, CONFIG_FILE, **where)
+    says_so = config is not None and read_json(config).get("state") == "scores"
+    return says_so and find_file(source, MODEL_FILE, **where) is not None

@@ -251,17 +251,22 @@ def find_mask_file(source: str | os.PathLike, **where: Any) -> Path | None:
     if os.path.isfile(source):
         return Path(source)
     for name in (MASK_FILE, MODEL_FILE):
-        if os.path.isdir(source):
-            path = Path(source, where.get("subfolder") or "", name)
-        else:
-            try:
-                path = Path(hf_hub_download(str(source), name, **where))
-            except (EntryNotFoundError, HfHubHTTPError, HFValidationError, OSError):
-                continue  # transformers will say what is wrong with the name
+        path = find_file(source, name, **where)
         # Scores and dense models have files of that name too, but not our header.
-        if path.is_file() and (name == MASK_FILE or METADATA_KEY in read_table(path)[0]):
+        if path is not None and (name == MASK_FILE or METADATA_KEY in read_table(path)[0]):
             return path
     return None
+
+
+def find_file(source: str | os.PathLike, name: str, **where: Any) -> Path | None:
+    """A file of a folder or of a Hub name; None if it is not there."""
+    if os.path.isdir(source):
+        path = Path(source, where.get("subfolder") or "", name)
+        return path if path.is_file() else None
+    try:
+        return Path(hf_hub_download(str(source), name, **where))
+    except (EntryNotFoundError, HfHubHTTPError, HFValidationError, OSError):
+        return None  # transformers will say what is wrong with the name
 
 
 def mask_path(directory: str | os.PathLike) -> Path:

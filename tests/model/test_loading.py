@@ -86,7 +86,7 @@ def test_a_configuration_of_another_model_is_refused(tmp_path):
         ({"qk_scale": 1.0}, "was drawn by law and scale"),
         ({"n_layer": 3}, "belongs to a smaller model"),
     ):
-        config = tiny_config(state="ticket", law="uniform", **changes)
+        config = tiny_config(law="uniform", **changes)
         with pytest.raises(TicketError, match=named):
             SupermaskGPT2LMHeadModel.from_pretrained(tmp_path, config=config)
 
