@@ -12,11 +12,7 @@ help:  ## this list
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=23"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[train,theory,dev]"
-	@# curvlinops asks for torchvision, of which there is no CPU build to match; nothing here needs it
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt einops opt_einsum linear_operator
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps \
-	  curvlinops-for-pytorch backpack-for-pytorch einconv unfoldNd
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[train,theory,curvature,dev]"
 	@touch $@
 
 demo: $(READY)  ## find a ticket in a few minutes, compare it with its dense twin, verify, load and generate

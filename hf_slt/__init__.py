@@ -1,24 +1,26 @@
 """hf_slt: a GPT-2 whose weights are never trained, a seed and a mask.
 
-Importing it registers the model with transformers' Auto classes, teaches it to learn (`training`) and to push
-its tickets with a card (`sharing`).
+Importing it registers the model with transformers' Auto classes, and adds to the code that travels with a
+ticket what that is too short for: layers that learn, saving, pushing, merging.
 """
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from .model.configuration_supermask_gpt2 import SupermaskGPT2Config
-from .model.files import SLTError
 from .model.modeling_supermask_gpt2 import (
     SupermaskGPT2ForSequenceClassification,
     SupermaskGPT2LMHeadModel,
     SupermaskGPT2Model,
-    SupermaskGPT2PreTrainedModel,
 )
-from .model.ticket import TicketError
+from .model.pretrained import TOOLS
+from .model.ticket import DECODERS, SLTError, TicketError
+from .sharing.entropy import decode_masks
+from .sharing.export import merge_and_unload, to_ternary
 from .sharing.hub import push_model
-from .sharing.mask_algebra import combine_tickets, compare_tickets
+from .sharing.mask_algebra import combine_tickets, compare_tickets, ticket_of_masks
+from .sharing.saving import save_pretrained, save_ticket
 from .sharing.verify import verify_ticket
-from .training import scores as _scores  # noqa: F401  the layers that learn register themselves
+from .training.resizing import resize_token_embeddings  # and with it the layers that learn
 
 __version__ = "0.1.0"
 __all__ = [
@@ -33,7 +35,16 @@ __all__ = [
     "verify_ticket",
 ]
 
-SupermaskGPT2PreTrainedModel._push_ticket = push_model
+DECODERS["entropy"] = decode_masks
+TOOLS |= {
+    "from_mask_arrays": ticket_of_masks,
+    "merge_and_unload": merge_and_unload,
+    "push_to_hub": push_model,
+    "resize_token_embeddings": resize_token_embeddings,
+    "save_pretrained": save_pretrained,
+    "save_ticket": save_ticket,
+    "to_ternary": to_ternary,
+}
 AutoConfig.register(SupermaskGPT2Config.model_type, SupermaskGPT2Config)
 SupermaskGPT2Config.register_for_auto_class()  # for the Hub as well: the code travels with every save
 for _auto, _model in (

@@ -39,11 +39,11 @@ from transformers import GPT2LMHeadModel
 from transformers.utils import logging
 
 from hf_slt import SupermaskGPT2Config, SupermaskGPT2LMHeadModel
-from hf_slt.model.files import replacing
-from hf_slt.model.layers import SupermaskEmbedding, SupermaskLayer, SupermaskLinear
-from hf_slt.model.masking import Selector
 from hf_slt.model.random_weights import draw
-from hf_slt.training.loop import dense_twin
+from hf_slt.sharing.files import replacing
+from hf_slt.training.run import dense_twin
+from hf_slt.training.scores import ScoresEmbedding, ScoresLayer, ScoresLinear
+from hf_slt.training.selection import keep_largest
 
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 TINY = {"n_layer": 2, "n_embd": 128, "n_head": 4, "vocab_size": 2048}
@@ -121,24 +121,21 @@ class Popup(torch.autograd.Function):
         return grad, None
 
 
-class PopupLinear(SupermaskLinear):
+class PopupLinear(ScoresLinear):
     def masked_weight(self) -> Tensor:
-        scores = [getattr(self, part.prefix + "scores") for part in self.parts]
-        return self.weight * torch.cat([Popup.apply(one.abs(), self.density) for one in scores], -1)
+        masks = [Popup.apply(scores.abs(), self.density) for scores in self.stored()]
+        return self.drawn * torch.cat(masks, -1)
 
 
-class PopupEmbedding(SupermaskEmbedding):
+class PopupEmbedding(ScoresEmbedding):
     masked_weight = PopupLinear.masked_weight
-
-    def forward(self, input: Tensor, unembed: bool = False) -> Tensor:
-        return (F.linear if unembed else F.embedding)(input, self.masked_weight())
 
 
 def edge_popup_twin(config: SupermaskGPT2Config) -> SupermaskGPT2LMHeadModel:
     model = SupermaskGPT2LMHeadModel(config)
     for layer in model.modules():
-        if isinstance(layer, SupermaskLayer):
-            layer.__class__ = PopupEmbedding if isinstance(layer, SupermaskEmbedding) else PopupLinear
+        if isinstance(layer, ScoresLayer):
+            layer.__class__ = PopupEmbedding if isinstance(layer, ScoresEmbedding) else PopupLinear
     return model
 
 
@@ -362,7 +359,7 @@ class Benchmarks:
             return torch.from_numpy(values >= np.partition(values, -count)[-count])
 
         rivals = {"torch.sort": by_sort, "kthvalue": by_kthvalue, "numpy.partition": by_partition}
-        ways = [lambda: Selector().select(scores, count), *rivals.values()]
+        ways = [lambda: keep_largest(scores, count), *rivals.values()]
         masks = [way() for way in ways]  # the last two keep all ties
         assert torch.equal(masks[0], masks[1])
         ours, *theirs = interleaved(ways, min(3, self.repeats))
@@ -456,7 +453,7 @@ class Benchmarks:
                     statistics.median(interleaved([function], 2))
                     for function in (
                         step,
-                        lambda scores=scores: Selector().select(scores, len(scores) // 3, torch.abs),
+                        lambda scores=scores: keep_largest(scores, len(scores) // 3, torch.abs),
                         lambda folder=folder: SupermaskGPT2LMHeadModel.from_pretrained(folder),
                     )
                 ]

@@ -37,35 +37,19 @@ HEADS = ("lm_head", "score")  # a ticket that was trained with another head may 
 _GPT2_WIDTH = 768  # the width that GPT-2's initializer_range of 0.02 was made for
 
 
+def _option(default, text: str):
+    """A field that a user may set; the help is what command lines show."""
+    return dataclasses.field(default=default, metadata={"help": text})
+
+
 @strict
 class SupermaskGPT2Config(GPT2Config):
     """GPT-2 whose weights are drawn from `seed` and never trained; only a mask over them is learned.
 
-    Args, beyond those of [`GPT2Config`]:
-        seed: what the frozen weights and the first scores are drawn from.
-        density: fraction of each masked tensor that is kept, in (0, 1].
-        rule: how scores become a mask; `"edge_popup"` keeps the largest magnitudes.
-        law: distribution of the frozen weights. `"normal"`: GPT-2's, std `initializer_range`, divided by
-            sqrt(2 n_layer) for the two projections into the residual stream. `"signed_constant"`: plus or
-            minus that std. `"uniform"`: U[-1, 1], as the strong-lottery-ticket theory asks.
-            `"xavier_uniform"`: U[-b, b], b = sqrt(6 / (rows + columns)).
-        embedding_law: law of the embeddings, if another than `law`.
-        embedding_range: std of the embeddings, if another than `initializer_range`.
-        qk_scale: factor on query and key weights; `"paper"` is n_qk ** (1/4) (arXiv 2511.04217).
-        scale_with_width: GPT-2's 0.02 fits width 768. True multiplies the std by sqrt(768 / n_embd) in
-            the blocks, which keeps the size of what a layer puts out, and by 768 / n_embd in the
-            embeddings, which keeps the largest logit that a choice of their entries can reach: entries
-            add up like n_embd when a mask may pick them by sign, not like sqrt(n_embd). Without it a
-            narrow supermask stays at chance.
-        layer_norm: False removes ln_1, ln_2 and ln_f, as in the theory.
-        embedding: `"masked"` like every other weight, `"frozen"` (random and all kept), or `"trained"`
-            (ordinary parameters, stored in the ticket). An untied `lm_head` follows it.
-        embedding_bits: how trained embeddings are stored in the ticket: 32, 8 or 4 bits a value, the last
-            two with a scale a row. Training computes with the rounded values, as the ticket will.
-        n_qk, n_v: width of a query/key and of a value per head; n_embd // n_head by default.
-        state: `"scores"` while training, `"ticket"` once there are only masks. Set by the library.
-        weight_generator: version of the random generator. Set by the library.
-        mask_digest: digest of all masks of a ticket. Set by the library.
+    Args, beyond those of [`GPT2Config`]: see the help of each field. Of the laws, `"normal"` is GPT-2's, with
+    std `initializer_range`, divided by sqrt(2 n_layer) for the two projections into the residual stream;
+    `"signed_constant"` is plus or minus that std; `"uniform"` is U[-1, 1], as the theory of strong lottery
+    tickets asks; `"xavier_uniform"` is U[-b, b], b = sqrt(6 / (rows + columns)).
 
     >>> config = SupermaskGPT2Config(n_embd=512, n_head=8, n_layer=4, seed=7)
     >>> config.law_of("h.0.attn.c_attn.query")
@@ -74,19 +58,35 @@ class SupermaskGPT2Config(GPT2Config):
 
     model_type = "supermask_gpt2"
 
-    seed: int = 0
-    density: float | int = 0.3
-    rule: str = "edge_popup"
-    law: str = "normal"
-    embedding_law: str | None = None
-    embedding_range: float | None = None
-    qk_scale: float | int | str = "paper"
-    scale_with_width: bool = False
-    layer_norm: bool = True
-    embedding: Literal["masked", "frozen", "trained"] = "masked"
-    embedding_bits: int = 32
-    n_qk: int | None = None
-    n_v: int | None = None
+    seed: int = _option(
+        0, "Seed of the frozen weights and the first scores; in training also of text order and dropout."
+    )
+    density: float | int = _option(0.3, "Fraction of each masked tensor that is kept, in (0, 1].")
+    rule: str = _option("edge_popup", "How scores become a mask: edge_popup keeps the largest magnitudes.")
+    law: str = _option(
+        "normal", "Distribution of the frozen weights: normal, signed_constant, uniform or xavier_uniform."
+    )
+    embedding_law: str | None = _option(None, "Distribution of the embeddings, if another than law.")
+    embedding_range: float | None = _option(
+        None, "Standard deviation of the embeddings, if another than initializer_range."
+    )
+    qk_scale: float | int | str = _option(
+        "paper", "Factor on query and key weights: a number, or paper for n_qk ** (1/4)."
+    )
+    # In the blocks times sqrt(768 / n_embd), which keeps the size of what a layer puts out; in the embeddings
+    # times 768 / n_embd, which keeps the largest logit that a choice of their entries can reach: these add up
+    # like n_embd when a mask may pick them by sign, not like its root. Else narrow models stay at chance.
+    scale_with_width: bool = _option(
+        False, "Fit initializer_range, made for width 768, to this width; narrow models need it."
+    )
+    layer_norm: bool = _option(True, "Keep GPT-2's LayerNorms; false removes them, as in the theory.")
+    embedding: Literal["masked", "frozen", "trained"] = _option(
+        "masked", "Embeddings: masked as all weights, frozen (random, all kept) or trained and stored."
+    )
+    embedding_bits: int = _option(32, "Bits of a trained embedding value in the ticket: 32, 8 or 4.")
+    n_qk: int | None = _option(None, "Width of a query and key per head; n_embd / n_head by default.")
+    n_v: int | None = _option(None, "Width of a value per head; n_embd / n_head by default.")
+    # Set by the library: whether this is a model that learns; the generator's version; a digest of all masks.
     state: Literal["scores", "ticket"] = "scores"
     weight_generator: str = GENERATOR
     mask_digest: str | None = None

@@ -16,21 +16,19 @@ is never stale. Threads may share a layer as long as none of them writes to it.
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .quantisation import dequantise, quantise
 from .random_weights import TensorSpec, digest
-from .ticket import Entry, count_bits, pack_mask, unpack_mask
+from .ticket import unpack_mask
 
 # By state of the model, then by what becomes of the tensor and how it is used.
 LAYERS: dict[str, dict[tuple[str, str], Callable[..., "SupermaskLayer"]]] = {}
-
 LOSSES: dict[str, Callable] = {}  # by state too, where transformers' own is not the best
 
 
@@ -78,7 +76,8 @@ class Stamp:
 class SupermaskLayer(nn.Module):
     """A matrix of one or several named tensors, side by side in its columns."""
 
-    is_masked = False  # whether a mask, learned or stored, chooses among its weights
+    kind = "masked"  # or "frozen", all of it kept, or "trained", its values stored
+    bits = 1  # that a ticket stores for each weight; of trained values 32, 8 or 4
     inputs_first = False  # stored (inputs, outputs), as GPT-2's Conv1D; else the other way
     body_name = "weight"  # of the tensor of this shape that the layer holds
     in_float32: Sequence[str] = ()  # names of parameters that no cast may shorten
@@ -107,31 +106,19 @@ class SupermaskLayer(nn.Module):
         """The frozen matrix before any mask, in float32."""
         return np.concatenate([tensor.draw() for tensor in self.tensors], axis=1)
 
-    def masked_weight(self) -> Tensor:
-        """The matrix that this layer computes with."""
-        raise NotImplementedError
-
-    def reset(self) -> None:
-        """Fill in whatever was not loaded: transformers' `_init_weights` for this layer."""
-        raise NotImplementedError
+    # masked_weight() -> Tensor              the matrix that the layer computes with
+    # data() -> list[np.ndarray | None]      what a ticket stores of each tensor: its packed mask, its trained
+    #                                        values in float32, or nothing
+    # reset()                                fills in whatever was not loaded, as transformers' _init_weights
 
     def _begin(self) -> None:
         if not self.body.is_meta:
             self.reset()
             self._is_hf_initialized = True  # transformers would do it again
 
-    def entries(self, path: str) -> Iterator[tuple[str, Entry, np.ndarray | None]]:
-        """Name, description and stored data of every tensor, as a ticket has them; `path` is the module's."""
-        raise NotImplementedError
-
-    def resized(self, rows: int) -> "SupermaskLayer":
-        """This table with other rows: those in both keep what they have, new ones are drawn."""
-        raise NotImplementedError
-
-    def _like_this(self, rows: int, **options: Any) -> Any:
-        (tensor,) = self.tensors
-        new = type(self)([replace(tensor, shape=(rows, tensor.shape[1]))], **options)
-        return new.to(self.body.device, self.body.dtype).train(self.training)
+    def key(self, tensor: TensorSpec) -> str:
+        """Under which name a ticket's layer has what it stores of a tensor."""
+        return "weight" if self.kind == "trained" else self.attribute(tensor, "mask")
 
     def extra_repr(self) -> str:
         return f"{self.shape[0]}, {self.shape[1]}"
@@ -162,6 +149,10 @@ class Embedding(SupermaskLayer, nn.Embedding):
         """
         return (F.linear if unembed else F.embedding)(input, self.masked_weight())
 
+    def made_once(self) -> AbstractContextManager:
+        """Within this context both uses share what can be shared; a table that learns selects once."""
+        return nullcontext()
+
 
 class Head(SupermaskLayer, nn.Linear):
     """Logits from hidden states, the weight stored (outputs, inputs) like nn.Linear; no bias."""
@@ -185,13 +176,8 @@ class DrawnLayer(SupermaskLayer):
         super().__init__(tensors)
         self.register_buffer(self.body_name, torch.empty(self.shape), persistent=False)
 
-    def stored(self) -> list[Tensor]:
-        """What a state dict brings: masks or scores, by tensor."""
-        raise NotImplementedError
-
-    def materialise(self) -> None:
-        """Draw into the buffer, in its dtype."""
-        raise NotImplementedError
+    # stored() -> list[Tensor]     what a state dict brings, by tensor: masks or scores
+    # materialise()                draws into the buffer, in its dtype
 
     def _sources(self) -> list[Stamp]:
         """What the buffer must still be made from to be current: at least itself."""
@@ -226,25 +212,26 @@ class DrawnLayer(SupermaskLayer):
 
 
 class TicketLayer(DrawnLayer):
-    """A drawn weight times a stored mask."""
+    """A drawn weight times a stored mask; or all of it, where the kind is "frozen"."""
 
-    is_masked = True
-
-    def __init__(self, tensors: Sequence[TensorSpec]) -> None:
+    def __init__(self, tensors: Sequence[TensorSpec], kind: str = "masked") -> None:
         super().__init__(tensors)
+        self.kind = kind
         self.weight_digests: dict[str, str] = {}  # of the last draw, before masking
-        for tensor in self.tensors if self.is_masked else ():
+        for tensor in self.tensors if self.kind == "masked" else ():
             self.register_buffer(self.attribute(tensor, "mask"), torch.empty_like(full_mask(tensor)))
         self._begin()
 
     def stored(self) -> list[Tensor]:
-        return [getattr(self, self.attribute(tensor, "mask")) for tensor in self.tensors if self.is_masked]
+        return [
+            getattr(self, self.attribute(tensor, "mask")) for tensor in self.tensors if self.kind == "masked"
+        ]
 
     @torch.no_grad()
     def reset(self) -> None:
         if self.weight.is_meta:
             return
-        for tensor in self.tensors if self.is_masked else ():
+        for tensor in self.tensors if self.kind == "masked" else ():
             mask = self.packed_mask(tensor)
             if not getattr(mask, "_is_hf_initialized", False):  # not what a checkpoint gave
                 mask.copy_(full_mask(tensor))
@@ -254,17 +241,14 @@ class TicketLayer(DrawnLayer):
         """The stored bits of a tensor's mask."""
         packed = getattr(self, self.attribute(tensor, "mask"))
         if packed.is_meta and not self.weight.is_meta:
-            raise RuntimeError(
-                f"the mask of {tensor.name} was offloaded and holds no data: load with offload_buffers=False; "
-                "masks are small"
-            )
+            raise RuntimeError(f"the mask of {tensor.name} was offloaded; load with offload_buffers=False")
         return packed
 
     def masked_part(self, tensor: TensorSpec) -> np.ndarray:
         """The drawn weights of a tensor times its mask."""
         drawn = tensor.draw()
         self.weight_digests[tensor.name] = digest(drawn)
-        if self.is_masked:
+        if self.kind == "masked":
             drawn *= unpack_mask(self.packed_mask(tensor).cpu().numpy(), tensor.shape)
         return drawn
 
@@ -278,22 +262,8 @@ class TicketLayer(DrawnLayer):
         self._make_current()
         return self.weight
 
-    def entries(self, path: str) -> Iterator[tuple[str, Entry, np.ndarray | None]]:
-        for tensor in self.tensors:
-            drawn = self.weight_digests.get(tensor.name) or digest(tensor.draw())
-            packed = self.packed_mask(tensor).cpu().numpy() if self.is_masked else None
-            key = f"{path}.{self.attribute(tensor, 'mask')}"
-            yield tensor.name, *masked_entry(tensor, drawn, key, packed)
-
-    @torch.no_grad()
-    def resized(self, rows: int) -> "TicketLayer":
-        new, (tensor,) = self._like_this(rows), self.tensors
-        if self.is_masked:
-            mask = unpack_mask(self.packed_mask(tensor).cpu().numpy(), tensor.shape)[:rows]
-            more = np.ones((rows - len(mask), tensor.shape[1]), bool)
-            new.packed_mask(new.tensors[0]).copy_(torch.from_numpy(pack_mask(np.concatenate([mask, more]))))
-            new.materialise()
-        return new
+    def data(self) -> list[np.ndarray | None]:
+        return [mask.cpu().numpy() for mask in self.stored()] or [None]
 
     def _sources(self) -> list[Stamp]:
         return super()._sources() + [Stamp(mask) for mask in self.stored()]
@@ -305,22 +275,6 @@ def full_mask(tensor: TensorSpec) -> Tensor:
     if tensor.size % 8:
         packed[-1] = (1 << tensor.size % 8) - 1
     return packed
-
-
-def masked_entry(
-    tensor: TensorSpec, drawn_sha256: str, key: str, packed: np.ndarray | None
-) -> tuple[Entry, np.ndarray | None]:
-    """The description of a drawn tensor, with a mask or (None) without, and the mask."""
-    entry = Entry(tensor.shape, None, tensor.law, tensor.scale, weight_sha256=drawn_sha256)
-    if packed is None:
-        return entry, None
-    return replace(entry, key=key, kept=count_bits(packed), data_sha256=digest(packed)), packed
-
-
-def stored_entry(tensor: TensorSpec, path: str, values: Tensor, bits: int) -> tuple[str, Entry, np.ndarray]:
-    """Name, description and values of a trained tensor."""
-    array = values.detach().float().cpu().numpy()
-    return tensor.name, Entry(tensor.shape, f"{path}.weight", bits=bits, data_sha256=digest(array)), array
 
 
 class TicketLinear(TicketLayer, Linear):
@@ -335,20 +289,10 @@ class TicketHead(TicketLayer, Head):
     """A head of a ticket."""
 
 
-class FrozenEmbedding(TicketEmbedding):
-    """A random table, all of it kept: nothing to learn, nothing to store."""
-
-    is_masked = False
-
-
-class FrozenHead(TicketHead):
-    """A random head, all of it kept."""
-
-    is_masked = False
-
-
 class StoredLayer(SupermaskLayer):
     """Values that were trained and are stored: they follow from no seed."""
+
+    kind = "trained"
 
     def __init__(self, tensors: Sequence[TensorSpec], bits: int = 32) -> None:
         super().__init__(tensors)
@@ -360,22 +304,13 @@ class StoredLayer(SupermaskLayer):
     def reset(self) -> None:
         if self.weight.is_meta or getattr(self.weight, "_is_hf_initialized", False):
             return
-        values = self.drawn_weight()
-        if self.bits != 32:
-            values = dequantise(*quantise(values, self.bits), values.shape, self.bits)
-        self.weight.copy_(torch.from_numpy(values))
+        self.weight.copy_(torch.from_numpy(self.drawn_weight()))
 
     def masked_weight(self) -> Tensor:
         return self.weight
 
-    def entries(self, path: str) -> Iterator[tuple[str, Entry, np.ndarray | None]]:
-        yield stored_entry(self.tensors[0], path, self.weight, self.bits)
-
-    @torch.no_grad()
-    def resized(self, rows: int) -> "StoredLayer":
-        new, both = self._like_this(rows, bits=self.bits), min(rows, self.shape[0])
-        new.weight[:both] = self.weight[:both]
-        return new
+    def data(self) -> list[np.ndarray | None]:
+        return [self.weight.detach().float().cpu().numpy()]
 
 
 class StoredEmbedding(StoredLayer, Embedding):
@@ -390,62 +325,8 @@ LAYERS["ticket"] = {
     ("masked", "linear"): TicketLinear,
     ("masked", "embedding"): TicketEmbedding,
     ("masked", "head"): TicketHead,
-    ("frozen", "embedding"): FrozenEmbedding,
-    ("frozen", "head"): FrozenHead,
+    ("frozen", "embedding"): partial(TicketEmbedding, kind="frozen"),
+    ("frozen", "head"): partial(TicketHead, kind="frozen"),
     ("trained", "embedding"): StoredEmbedding,
     ("trained", "head"): StoredHead,
 }
-
-
-class TernaryLayer(TicketLayer):
-    """A ticket's layer of weights -c, 0 and +c, on a CPU: signs in 16 bits, all arithmetic in float32.
-
-        y = (x @ sign) * c              # c of each output; no weight is rounded
-
-    Half the memory to read is what makes it fast. The masks stay, and with them all that a ticket can do.
-    """
-
-    def __init__(self, layer: TicketLayer) -> None:
-        SupermaskLayer.__init__(self, layer.tensors)
-        self.is_masked, self.inputs_first = layer.is_masked, layer.inputs_first
-        self.is_table = isinstance(layer, nn.Embedding)
-        self.weight_digests = layer.weight_digests
-        self.register_buffer("weight", layer.weight.new_empty(0), persistent=False)  # tells the dtype
-        for tensor, mask in zip(self.tensors, layer.stored(), strict=False):
-            self.register_buffer(self.attribute(tensor, "mask"), mask)
-        self.materialise()
-
-    @staticmethod
-    def suits(layer: SupermaskLayer) -> bool:
-        """Whether this can be made of a layer."""
-        return isinstance(layer, TicketLayer) and {one.law for one in layer.tensors} == {"signed_constant"}
-
-    @torch.no_grad()
-    def materialise(self) -> None:
-        signs = self.masked_weight().float().sign()
-        signs = signs.T.contiguous() if self.inputs_first else signs  # outputs, inputs
-        scales = [abs(tensor.scale) for tensor in self.tensors for _ in range(tensor.shape[1])]
-        self._scale = torch.tensor(scales if self.inputs_first else scales[:1])
-        self._packed = torch.ops.quantized.linear_prepack_fp16(signs, None)
-        self._rows = signs.to(torch.int8) if self.is_table else None
-        self._made_from = self._sources()
-
-    def masked_weight(self) -> Tensor:
-        """weight * mask, drawn again: it is not kept."""
-        parts = [torch.from_numpy(self.masked_part(tensor)) for tensor in self.tensors]
-        return torch.cat(parts, 1).to(self.weight.dtype)
-
-    def forward(self, input: Tensor, unembed: bool = False) -> Tensor:
-        self._make_current()
-        if self._rows is not None and not unembed:
-            return (self._rows[input] * self._scale).to(self.weight.dtype)
-        product = torch.ops.quantized.linear_dynamic_fp16(input.float(), self._packed)
-        return product.mul_(self._scale).to(input.dtype)
-
-    def _apply(self, fn, recurse=True):
-        if fn(torch.empty(0)).device.type != "cpu":
-            raise RuntimeError("a ternary model runs on a CPU only; move the ticket that it was made from")
-        return super()._apply(fn, recurse)
-
-    def resized(self, rows: int):
-        raise RuntimeError("a ternary table cannot be resized; resize the ticket, then call to_ternary()")

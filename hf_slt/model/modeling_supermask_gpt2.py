@@ -33,12 +33,10 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .configuration_supermask_gpt2 import SupermaskGPT2Config
-from .entropy import decode_masks  # noqa: F401  older transformers copy to their cache only what is named here
-from .files import staged  # noqa: F401  likewise
 from .layers import LOSSES, SupermaskLayer, make_layer
 from .named_masks import NamedMasks
 from .pretrained import TicketMixin
-from .quantisation import BITS  # noqa: F401  likewise
+from .quantisation import BITS  # noqa: F401  older transformers copy to their cache only what is named here
 from .random_weights import draw  # noqa: F401  likewise
 from .ticket import TicketError  # noqa: F401  likewise
 
@@ -50,15 +48,10 @@ def build_layer(config: SupermaskGPT2Config, use: str, *names: str) -> Supermask
 
 
 def eager_attention_forward(
-    module: nn.Module,
-    query: Tensor,  # batch, heads, queries, n_qk
-    key: Tensor,  # batch, heads, keys, n_qk
-    value: Tensor,  # batch, heads, keys, n_v
-    attention_mask: Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    **kwargs,
-) -> tuple[Tensor, Tensor]:
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    scaling: float, dropout: float = 0.0, **kwargs,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Query, key and value are (batch, heads, length, width of theirs)."""
     logits = query @ key.transpose(-1, -2) * scaling
     if attention_mask is not None:
         logits = logits + attention_mask
@@ -279,22 +272,23 @@ class SupermaskGPT2LMHeadModel(SupermaskGPT2PreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs,
     ) -> CausalLMOutputWithPast:
-        outputs = self.transformer(
-            input_ids,
-            past_key_values=past_key_values,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            **kwargs,
-        )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        hidden_states = outputs.last_hidden_state[:, kept, :]
-        if self.config.tie_word_embeddings:
-            logits = self.transformer.wte(hidden_states, unembed=True)
-        else:
-            logits = self.lm_head(hidden_states)
+        with self.transformer.wte.made_once():
+            outputs = self.transformer(
+                input_ids,
+                past_key_values=past_key_values,
+                attention_mask=attention_mask,
+                token_type_ids=token_type_ids,
+                position_ids=position_ids,
+                inputs_embeds=inputs_embeds,
+                use_cache=use_cache,
+                **kwargs,
+            )
+            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            hidden_states = outputs.last_hidden_state[:, kept, :]
+            if self.config.tie_word_embeddings:
+                logits = self.transformer.wte(hidden_states, unembed=True)
+            else:
+                logits = self.lm_head(hidden_states)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)

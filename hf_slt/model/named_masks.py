@@ -9,52 +9,44 @@ The mask in use is in the buffers of the layers and nowhere else, so it cannot b
 rest here, packed. One thread at a time switches; a switch that fails or is interrupted is undone.
 """
 
+import json
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .configuration_supermask_gpt2 import SupermaskGPT2Config
-from .layers import SupermaskLayer, TicketLayer, full_mask
-from .ticket import LOADING_KEYS, Header, Ticket, TicketError, find_mask_file, read_ticket
+from .layers import SupermaskLayer, full_mask
+from .ticket import LOADING_KEYS, Ticket, TicketError, find_mask_file, read_ticket
 
 _SWITCHING = threading.RLock()  # of all models: a lock of its own would keep a model from being copied
 
 
-def backbone_differences(one: Header, other: Header) -> list[str]:
-    """What keeps the masks of one ticket from fitting the frozen weights of another, in words."""
-    found = [
-        f"{what} {getattr(one, what)!r} and {getattr(other, what)!r}"
-        for what in ("generator", "seed")
-        if getattr(one, what) != getattr(other, what)
+def backbone_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """What keeps masks made for one configuration from fitting the frozen weights of another, in words.
+
+    The tensors of a ticket are those that its configuration implies; so the configurations tell all.
+    """
+    free = LOADING_KEYS | {"density", "rule", "state"}
+    return [
+        f"{key} {one.get(key)!r} and {other.get(key)!r}"
+        for key in sorted((one.keys() | other.keys()) - free)
+        if one.get(key) != other.get(key)
     ]
-    for name in sorted({**one.tensors, **other.tensors}):
-        if name not in one.tensors or name not in other.tensors:
-            found.append(f"{name} is in only one of them")
-            continue
-        mine, theirs = one.tensors[name], other.tensors[name]
-        for what in ("shape", "law", "scale", "kind", "bits"):
-            if getattr(mine, what) != getattr(theirs, what):
-                found.append(f"{name} with {what} {getattr(mine, what)} and {getattr(theirs, what)}")
-                break  # one line a tensor is enough to name it
-    free = LOADING_KEYS | {"density", "rule", "state", "seed"}
-    for key in sorted((one.config.keys() & other.config.keys()) - free):
-        if one.config[key] != other.config[key]:
-            found.append(f"{key} {one.config[key]!r} and {other.config[key]!r}")
-    return found
 
 
-def read_fitting_ticket(source: str | os.PathLike, own: Header, **where) -> Ticket:
-    """The ticket that a path, folder or Hub name means; it must fit the frozen weights of another."""
+def read_fitting_ticket(source: str | os.PathLike, own: Mapping[str, Any], **where) -> Ticket:
+    """The ticket that a path, folder or Hub name means; it must fit the weights of a configuration."""
     path = find_mask_file(source, **where)
     if path is None:
         raise TicketError(f"{source}: no ticket found; give a mask file, a ticket's folder or a Hub name")
     ticket = read_ticket(path)
-    if differences := backbone_differences(own, ticket.header):
+    if differences := backbone_differences(own, ticket.header.config):
         more = f", and {len(differences) - 3} more" if len(differences) > 3 else ""
         raise TicketError(
             f"{path}: a mask of another backbone, which differs in: {'; '.join(differences[:3])}{more}; "
@@ -75,7 +67,6 @@ class NamedMasks:
     """The part of a supermask model that holds masks by name."""
 
     config: SupermaskGPT2Config
-    ticket_header: Callable[[], Header]
     supermask_layers: Callable[[], Iterator[tuple[str, SupermaskLayer]]]
 
     def __init__(self, *args, **kwargs) -> None:
@@ -107,7 +98,7 @@ class NamedMasks:
             raise ValueError(
                 f"there is a mask {name!r} already; delete_mask({name!r}) first, or take another name"
             )
-        ticket = read_fitting_ticket(source, self.ticket_header(), **options)
+        ticket = read_fitting_ticket(source, json.loads(self.config.to_json_string()), **options)
         stored = {tensor: torch.from_numpy(array) for tensor, array in ticket.arrays.items()}
         header = ticket.header
         self._resting_masks[name] = _Mask(stored, header.density, header.rule, header.mask_digest)
@@ -121,7 +112,12 @@ class NamedMasks:
             if name is not None and name not in self._resting_masks:
                 raise ValueError(f"no mask {name!r}; there are {self.mask_names}")
             config = self.config
-            stored = {tensor: data.detach().cpu().clone() for _, tensor, data in self._stored()}
+            stored = {
+                tensor.name: torch.from_numpy(data.copy())
+                for _, layer in self.supermask_layers()
+                for tensor, data in zip(layer.tensors, layer.data(), strict=True)
+                if data is not None
+            }
             before = _Mask(stored, config.density, config.rule, config.mask_digest)
             try:
                 self._put(_Mask({}, 1.0, config.rule, None) if name is None else self._resting_masks[name])
@@ -162,7 +158,7 @@ class NamedMasks:
         for _, layer in self.supermask_layers():
             changed = False
             for tensor in layer.tensors:
-                if isinstance(layer, TicketLayer) and layer.is_masked:
+                if layer.kind == "masked":
                     packed, new = layer.packed_mask(tensor), mask.stored.get(tensor.name, full_mask(tensor))
                     if not torch.equal(new, packed.cpu()):
                         packed.copy_(new)
@@ -173,10 +169,3 @@ class NamedMasks:
                 layer.materialise()
         self.config.density, self.config.rule = mask.density, mask.rule
         self.config.mask_digest = mask.mask_digest
-
-    def _stored(self) -> Iterator[tuple[SupermaskLayer, str, Tensor]]:
-        for _, layer in self.supermask_layers():
-            if layer.is_masked:
-                yield from ((layer, tensor.name, layer.packed_mask(tensor)) for tensor in layer.tensors)
-            elif not isinstance(layer, TicketLayer):
-                yield layer, layer.tensors[0].name, layer.body

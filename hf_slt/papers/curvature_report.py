@@ -1,27 +1,26 @@
-"""What a person training a supermask asks of its curvature: how uneven are the blocks, and what to do.
+"""What a person training a supermask asks of its curvature: how uneven are the blocks?
 
-value-to-query ratio -> the query/key scale where it is one, and a learning rate for each group of scores.
-`measure_saved` does the whole of `slt curvature`, from a folder and text to rows; reports show them.
+`measure_saved` does the whole of `slt curvature`, from a folder and text to rows; reports show them. What
+comes of setting scale and rates by curvature is in recipes/figures_hessian.py: nothing good.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from ..model.files import replacing
+from ..sharing.files import replacing
 from ..text.blocks import BlockPacker, pack
 from ..text.corpus import CorpusArguments, load_documents, read_files
 from ..text.evaluation import load_model
-from .curvature import BLOCKS, Batch, BlockCurvature, block_curvature, progress_bar
+from .curvature import Batch, BlockCurvature, block_curvature
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -35,105 +34,6 @@ def value_to_query(rows: Iterable[BlockCurvature]) -> dict[int, float]:
         for layer, block in norms
         if block == "v" and (layer, "q") in norms
     }
-
-
-@dataclass(frozen=True)
-class Advice:
-    """What the measured curvature suggests for training the scores of a model.
-
-    `qk_scale`: at which the query and key scores bend the loss as much as the value scores do.
-    `rates`: factors on the score learning rate per block, geometric mean 1.
-    `value_to_query`: the ratio at the model's own scale, geometric mean over layers; `curve`: the ratio
-    (root mean square curvature of v over that of q and k) at every scale that was tried.
-    """
-
-    qk_scale: float
-    rates: dict[str, float]
-    value_to_query: float
-    curve: list[tuple[float, float]]
-
-    def arguments(self) -> dict[str, float]:
-        """The same as options of `train_gpt2_slt.py`; fc and proj share their geometric mean there."""
-        names = {"q": "query", "k": "key", "v": "value", "o": "output", "embedding": "embedding"}
-        rates = {f"{name}_rate": self.rates[block] for block, name in names.items() if block in self.rates}
-        mlp = math.sqrt(self.rates["fc"] * self.rates["proj"])
-        return {"qk_scale": self.qk_scale, **rates, "mlp_rate": mlp}
-
-
-def advise(
-    model: PreTrainedModel,
-    batches: Batch | Iterable[Batch],
-    *,
-    factors: Sequence[float] = (0.35, 0.5, 0.71, 1.0, 1.41, 2.0, 2.83),
-    adaptive: bool = True,
-    limit: float = 8.0,
-    probes: int = 8,
-    seed: int = 0,
-    dtype: torch.dtype | None = None,
-    progress: bool = False,
-) -> Advice:
-    """Suggest `qk_scale` and per-block score learning rates from the blocks measured in score space.
-
-    Small logits make the query's and key's score curvature grow as the fourth power of the scale, until
-    attention sharpens; so the balance is measured at `factors` times the model's own scale, and the
-    scale where v equals q and k is interpolated. Where they never meet, the nearest is taken.
-
-    With curvature h a plain gradient step should be 1/h. An adaptive optimizer divides by the gradient's
-    root mean square already, which near a fit goes as sqrt(h) (the Gauss-Newton matrix is the gradient's
-    covariance), and leaves 1/sqrt(h) to the rate. Rates stay within `limit` of each other's mean.
-
-    Nothing is promised of the loss. In six of six short runs of nano's shape, with AdamW, the advice made
-    it worse (recipes/README.md): read it as a diagnosis.
-    """
-    own = _own_qk_scale(model)
-
-    def measure(factor: float, blocks: Sequence[str]) -> dict[str, float]:
-        rows = block_curvature(
-            model,
-            batches,
-            blocks,
-            "score",
-            probes,
-            seed,
-            qk_factor=factor,
-            parts=False,
-            eigenvalues=False,
-            dtype=dtype,
-        )
-        return {
-            block: math.exp(np.mean([math.log(max(row.rms, 1e-300)) for row in rows if row.block == block]))
-            for block in dict.fromkeys(row.block for row in rows)
-        }
-
-    curve = []
-    for factor in progress_bar(sorted({*factors, 1.0}), "query/key scale", progress):
-        at = measure(factor, ("q", "k", "v"))
-        curve.append((own * factor, at["v"] / math.sqrt(at["q"] * at["k"])))
-    scale = _where_even(curve)
-    at = measure(scale / own, BLOCKS)
-    logs = {block: -(0.5 if adaptive else 1.0) * math.log(value) for block, value in at.items()}
-    mean = sum(logs.values()) / len(logs)
-    rates = {block: min(limit, max(1 / limit, math.exp(value - mean))) for block, value in logs.items()}
-    present = dict(curve)[own]
-    return Advice(qk_scale=scale, rates=rates, value_to_query=present, curve=curve)
-
-
-def _own_qk_scale(model: PreTrainedModel) -> float:
-    scale = getattr(model.config, "qk_scale", 1.0)
-    return model.config.qk_width**0.25 if scale == "paper" else float(scale)
-
-
-def _where_even(curve: Sequence[tuple[float, float]]) -> float:
-    """The first scale, going up, at which the ratio falls through 1; without one, where it is closest to 1.
-
-    >>> round(_where_even([(1.0, 16.0), (4.0, 1 / 16)]), 6)
-    2.0
-    """
-    points = [(math.log(scale), math.log(ratio)) for scale, ratio in curve]
-    for (a, fa), (b, fb) in itertools.pairwise(points):
-        if fa >= 0 >= fb and fa > fb:
-            return math.exp(a + (b - a) * fa / (fa - fb))
-    return math.exp(min(points, key=lambda point: abs(point[1]))[0])
 
 
 # ---------------------------------------------------------------------------------------------------

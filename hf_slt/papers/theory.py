@@ -237,7 +237,7 @@ class TargetTransformer:
 
 @dataclass(frozen=True)
 class ApproximateAttention:
-    """Masks that make the attention of `SupermaskGPT2Model.from_mask_arrays(config, masks)` compute the target."""
+    """Masks that make the attention of a `SupermaskGPT2Model` compute the target."""
 
     target: TargetAttention
     config: SupermaskGPT2Config

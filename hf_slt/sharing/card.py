@@ -21,10 +21,10 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from ..model.files import replacing
 from ..model.quantisation import BITS
-from ..model.ticket import CONFIG_FILE, Entry, Header, mask_path
-from .verify import verify_ticket
+from ..model.ticket import CONFIG_FILE, Entry, Header
+from .files import replacing
+from .verify import mask_path, verify_ticket
 
 CARD_FILE = "README.md"
 TAGS = ["supermask", "strong-lottery-ticket", "edge-popup", "gpt2"]
@@ -79,6 +79,7 @@ def write_card(
     environment: Mapping[str, str] | None = None,
     license: str | None = None,
     language: str | list[str] | None = None,
+    header: Header | None = None,
 ) -> Path:
     """Write README.md into a ticket's folder, whole or not at all; a damaged ticket raises TicketError.
 
@@ -91,9 +92,10 @@ def write_card(
     text_sha256: digest of the text trained and validated on.
     command: the words of the command line.
     environment: where it was trained; see `describe_environment`.
+    header: of a ticket that was verified before.
     """
     folder, records = Path(folder), list(records)
-    header = verify_ticket(folder, weights=False)
+    header = header or verify_ticket(folder, weights=False)
     config = json.loads((folder / CONFIG_FILE).read_text())
     name = name or folder.resolve().name
     title = name.rsplit("/", 1)[-1]
@@ -232,7 +234,9 @@ def entropy_bits(entry: Entry) -> float:
     """
     if entry.kept is None:
         return 0.0
-    nats = math.lgamma(entry.size + 1) - math.lgamma(entry.kept + 1) - math.lgamma(entry.size - entry.kept + 1)
+    nats = (
+        math.lgamma(entry.size + 1) - math.lgamma(entry.kept + 1) - math.lgamma(entry.size - entry.kept + 1)
+    )
     return nats / math.log(2)
 
 

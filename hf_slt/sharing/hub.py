@@ -28,12 +28,11 @@ from ..model.ticket import (
     WEIGHT_FILES,
     Header,
     TicketError,
-    mask_path,
     read_header,
 )
 from .card import CARD_FILE, FIGURES, write_card
-from .mask_algebra import rewrite_ticket
-from .verify import verify_ticket
+from .saving import rewrite_ticket
+from .verify import mask_path, verified_ticket
 
 TOKENIZER_FILES = (
     "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json merges.txt "
@@ -88,13 +87,14 @@ def push_ticket(
     tags: more tags for the card.
     max_shard_size: transformers passes it on; a ticket is one file, whatever it is.
     """
-    header = verify_ticket(folder)
+    ticket = verified_ticket(folder)
+    header = ticket.header
     api = HfApi(token=token)
     repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
     if revision is not None and not create_pr:
         api.create_branch(repo_id, branch=revision, exist_ok=True)
     with tempfile.TemporaryDirectory() as stage:
-        rewrite_ticket(folder, stage, encoding=encoding or header.encoding)
+        rewrite_ticket(folder, stage, encoding=encoding or header.encoding, verified=ticket)
         card = Path(stage) / CARD_FILE
         if card.is_file():  # it may name the folder it was trained in
             named = re.sub(
@@ -102,7 +102,7 @@ def push_ticket(
             )
             card.write_text(named, "utf-8")
         else:
-            write_card(stage, name=repo_id)
+            write_card(stage, name=repo_id, header=header)
         if tags:
             tagged = ModelCard.load(card)
             tagged.data.tags = list(dict.fromkeys([*(tagged.data.tags or []), *tags]))

@@ -1,39 +1,24 @@
-"""Masks of one backbone compared and combined, from file to file: no weight is drawn, no torch is needed.
+"""Masks of one backbone compared and combined, from file to file: no weight is drawn.
 
 overlap(A, B)  = |A and B| / |A or B|             Jaccard's; two random masks of density d overlap d / (2 - d)
 hamming(A, B)  = |A xor B|                        weights on which they disagree
 """
 
-import json
+import copy
 import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
-from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 
-from ..model.files import staged
+from ..model.configuration_supermask_gpt2 import SupermaskGPT2Config
 from ..model.named_masks import backbone_differences
-from ..model.random_weights import digest
-from ..model.ticket import (
-    CONFIG_FILE,
-    ENCODINGS,
-    INDEX_FILE,
-    MASK_FILE,
-    MODEL_FILE,
-    WEIGHT_FILES,
-    Header,
-    TicketError,
-    count_bits,
-    mask_digest,
-    mask_path,
-    read_json,
-    read_ticket,
-    write_masks,
-)
-from .verify import verify_ticket
+from ..model.ticket import Header, TicketError, count_bits, pack_mask, read_ticket
+from .saving import rewrite_ticket
+from .verify import mask_path
 
 Masks = Mapping[str, np.ndarray]  # packed, by tensor name
 
@@ -159,7 +144,7 @@ def _read_alike(sources: Sequence[str | os.PathLike]) -> list[tuple[Header, dict
     for source in sources:
         ticket = read_ticket(mask_path(source))
         header = ticket.header
-        if read and (differences := backbone_differences(read[0][0], header)):
+        if read and (differences := backbone_differences(read[0][0].config, header.config)):
             raise TicketError(
                 f"{sources[0]} and {source} are of different backbones: {'; '.join(differences[:3])}"
             )
@@ -167,51 +152,20 @@ def _read_alike(sources: Sequence[str | os.PathLike]) -> list[tuple[Header, dict
     return read
 
 
-def rewrite_ticket(
-    source: str | os.PathLike,
-    target: str | os.PathLike,
-    *,
-    encoding: str = "packed",
-    masks: Mapping[str, np.ndarray] | None = None,
-) -> Header:
-    """The ticket of one folder written to another (or the same), whole or not at all.
-
-    encoding: how the new file stores its masks.
-    masks: packed masks by tensor name, in place of those in `source`; the density becomes what they keep.
-    """
-    source, target = Path(source), Path(target)
-    if encoding not in ENCODINGS:
-        raise ValueError(f"encoding {encoding!r} is not one of {', '.join(map(repr, ENCODINGS))}")
-    verify_ticket(source, weights=False)
-    ticket = read_ticket(mask_path(source))
-    header, arrays = ticket.header, dict(ticket.arrays)
-    config = read_json(source / CONFIG_FILE)
-    if masks is not None:
-        arrays |= masks
-        entries = {
-            name: replace(entry, kept=count_bits(arrays[name]), data_sha256=digest(arrays[name]))
-            if entry.masked
-            else entry
-            for name, entry in header.tensors.items()
-        }
-        masked = [entry for entry in entries.values() if entry.masked]
-        density = sum(entry.kept or 0 for entry in masked) / sum(entry.size for entry in masked)
-        digest_of_all = mask_digest(entries)
-        changed = {"density": density, "mask_digest": digest_of_all}
-        config |= changed
-        header = replace(
-            header,
-            tensors=entries,
-            config={**header.config, **changed},
-            density=density,
-            mask_digest=digest_of_all,
-        )
-    header = replace(header, encoding=encoding)
-    with staged(target, stale=WEIGHT_FILES) as stage:
-        if target.resolve() != source.resolve():
-            for path in source.iterdir():
-                if path.is_file() and path.name not in (MASK_FILE, MODEL_FILE, INDEX_FILE, CONFIG_FILE):
-                    shutil.copyfile(path, stage / path.name)
-        write_masks(stage, header, arrays)
-        (stage / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    return header
+def ticket_of_masks(model_class: Any, config: SupermaskGPT2Config, masks: Mapping[str, np.ndarray]) -> Any:
+    """A ticket, in memory, of these masks by tensor name; all that the configuration has are needed."""
+    config = copy.deepcopy(config)
+    config.state, config.mask_digest = "ticket", None
+    model = model_class(config).eval()
+    layers = [layer for _, layer in model.supermask_layers() if layer.kind == "masked"]
+    names = {tensor.name for layer in layers for tensor in layer.tensors}
+    if names != masks.keys():
+        missing, unknown = sorted(names - masks.keys()), sorted(masks.keys() - names)
+        raise ValueError(f"no mask for {missing}" if missing else f"the configuration has no {unknown}")
+    for layer in layers:
+        for tensor, stored in zip(layer.tensors, layer.stored(), strict=True):
+            if (shape := masks[tensor.name].shape) != tensor.shape:
+                raise ValueError(f"the mask of {tensor.name} has shape {shape}, not {tensor.shape}")
+            stored.copy_(torch.from_numpy(pack_mask(masks[tensor.name])))
+        layer.materialise()
+    return model

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..model.files import replacing
+from .files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

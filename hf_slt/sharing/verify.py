@@ -15,15 +15,20 @@ from ..model.ticket import (
     MASK_FILE,
     MODEL_FILE,
     Header,
+    Ticket,
     TicketError,
     check_weights,
     config_faults,
-    mask_path,
-    read_header,
     read_json,
     read_table,
     ticket_and_faults,
 )
+
+
+def mask_path(directory: str | os.PathLike) -> Path:
+    """The mask file of a ticket's folder, under either of its names; there may be none."""
+    path = Path(directory) / MASK_FILE
+    return path if path.exists() or not path.with_name(MODEL_FILE).exists() else path.with_name(MODEL_FILE)
 
 
 def verify_ticket(directory: str | os.PathLike, *, weights: bool = True) -> Header:
@@ -32,14 +37,24 @@ def verify_ticket(directory: str | os.PathLike, *, weights: bool = True) -> Head
     Files present and readable, versions known, configuration, every mask, and (with `weights`) every
     frozen weight drawn again and compared with its digest.
     """
-    for fault in find_faults(directory, weights=weights):
+    return verified_ticket(directory, weights=weights).header
+
+
+def verified_ticket(directory: str | os.PathLike, *, weights: bool = True) -> Ticket:
+    """As `verify_ticket`, but all of the ticket, which is then read once."""
+    read: list[Ticket] = []
+    for fault in _faults(Path(directory), weights, read):
         raise fault
-    return read_header(mask_path(directory))
+    return read[0]
 
 
 def find_faults(directory: str | os.PathLike, *, weights: bool = True) -> Iterator[TicketError]:
     """All that is wrong with a ticket's folder, as `verify_ticket` would raise it."""
-    directory = Path(directory)
+    return _faults(Path(directory), weights, [])
+
+
+def _faults(directory: Path, weights: bool, read: list[Ticket]) -> Iterator[TicketError]:
+    """The faults of a folder, and in `read` its ticket, as soon as there is one."""
     if not directory.is_dir():
         yield TicketError(f"{directory}: no such folder")
         return
@@ -55,23 +70,23 @@ def find_faults(directory: str | os.PathLike, *, weights: bool = True) -> Iterat
     except TicketError as fault:
         yield fault
         return
-    header = ticket.header
+    read.append(ticket)
     if path.name == MASK_FILE:
         try:
-            if read_json(directory / INDEX_FILE).get("weight_map") != dict.fromkeys(
-                read_table(path)[1], MASK_FILE
-            ):
+            listed = read_json(directory / INDEX_FILE).get("weight_map")
+            if listed != dict.fromkeys(read_table(path)[1], MASK_FILE):
+                cure = "save the ticket again"
                 yield TicketError(
-                    f"{directory / INDEX_FILE}: does not list the tensors of {MASK_FILE}; save the ticket again"
+                    f"{directory / INDEX_FILE}: does not list the tensors of {MASK_FILE}; {cure}"
                 )
         except TicketError as fault:
             yield fault
     yield from faults
     if config is not None:
-        yield from config_faults(path, header, config)
-    for name, entry in header.tensors.items() if weights else ():
+        yield from config_faults(path, ticket.header, config)
+    for name, entry in ticket.header.tensors.items() if weights else ():
         if not entry.trained:
             try:
-                check_weights(path, name, entry, digest(header.spec(name).draw()))
+                check_weights(path, name, entry, digest(ticket.header.draw(name)))
             except TicketError as fault:
                 yield fault

@@ -22,7 +22,7 @@ import numpy as np
 from huggingface_hub.constants import HF_HOME
 from torch.utils.data import IterableDataset, get_worker_info
 
-from ..model.files import replacing
+from ..sharing.files import replacing
 from .corpus import CorpusArguments, DataError, digest_documents, explained, load_documents, option
 
 logger = logging.getLogger(__name__)

@@ -22,6 +22,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
+from ..model.ticket import SLTError
+
 SUFFIXES = {".txt": "text", ".md": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 # Name beginnings in the standard library that are not prose, not the library, or one machine's build.
 SKIPPED = (
@@ -44,7 +46,7 @@ _PROSE = re.compile(
 )
 
 
-class DataError(ValueError):
+class DataError(SLTError):
     """The text cannot become blocks; the message names the value and the cure."""
 
 

@@ -7,19 +7,13 @@ Every token is predicted exactly once and counts the same, however the text was 
     bits per byte = sum of -log2 p / UTF-8 bytes of the text               blind to the tokenizer
 
 `evaluate_blocks` takes packed blocks, as training does; `evaluate_text` takes text and slides a window
-over each document. Any causal LM of Transformers will do:
-
-    python -m hf_slt.text.evaluation MODEL --file text.txt
+over each document; `evaluate_saved` does the same for what lies on a disk or the Hub (`slt evaluate`).
+Any causal LM of Transformers will do.
 """
 
-# This file travels alone beside causal_lm_loss.py into the modules cache of `evaluate`:
-# nothing of this package is imported at the top.
 from __future__ import annotations
 
-import argparse
-import json
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain
@@ -30,10 +24,15 @@ from torch import Tensor
 from torch.nn import functional as F
 from tqdm.auto import tqdm
 
+try:
+    from hf_slt.model.ticket import SLTError
+except ImportError:  # copied into the cache of `evaluate`, beside causal_lm_metric.py and nothing else
+    SLTError = ValueError  # type: ignore[misc, assignment]
+
 LONGEST_WINDOW = 1024  # default where a model could take more: windows of 100k tokens fill any memory
 
 
-class EvaluationError(ValueError):
+class EvaluationError(SLTError):
     """Model, tokenizer and text do not fit; the message names the value and the cure."""
 
 
@@ -212,59 +211,22 @@ def load_model(name: str, tokenizer: str | None = None, **options: Any) -> tuple
         ) from error
 
 
-def main(arguments: list[str] | None = None, program: str = "python -m hf_slt.text.evaluation") -> int:
-    """Print the measures of a model on text; 0 if that went well, 1 with one line on stderr if not."""
-    parser = argparse.ArgumentParser(
-        program,
-        description="Loss, perplexity and bits per byte of a causal LM on text.",
-    )
-    parser.add_argument("model", help="ticket, local folder or Hub name of any causal LM")
-    parser.add_argument(
-        "--file",
-        nargs="+",
-        metavar="FILE",
-        help="text, JSON lines or Parquet files, or glob patterns; by default the validation part of the"
-        " embedded corpus",
-    )
-    parser.add_argument("--text-column", default="text", help="column of the text (default: text)")
-    parser.add_argument("--tokenizer", help="tokenizer, if it does not lie beside the model")
-    parser.add_argument("--block-size", type=int, help="inputs in a window (default: up to 1024)")
-    parser.add_argument("--stride", type=int, help="tokens a window advances (default: half of block-size)")
-    parser.add_argument("--batch-size", type=int, default=4, help="windows at a time (default: 4)")
-    parser.add_argument("--device", default="cpu", help="such as cpu, cuda or mps (default: cpu)")
-    parser.add_argument("--dtype", default="auto", help="such as float32 or bfloat16 (default: as saved)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object, and no progress bar")
-    args = parser.parse_args(arguments)
-    try:
-        from hf_slt.text.corpus import CorpusArguments, load_documents, read_files
+def evaluate_saved(
+    name: str,
+    files: Iterable[str] | None = None,
+    *,
+    text_column: str = "text",
+    tokenizer: str | None = None,
+    device: str = "cpu",
+    dtype: str = "auto",
+    **options: Any,
+) -> dict[str, float]:
+    """`evaluate_text`, with its options, of a saved model on files, or else on the embedded corpus."""
+    from hf_slt.text.corpus import CorpusArguments, load_documents, read_files
 
-        if args.file:
-            texts = list(read_files(args.file, args.text_column))
-        else:
-            texts = list(load_documents(CorpusArguments())[1])
-        model, tokenizer = load_model(args.model, args.tokenizer, dtype=args.dtype)
-        measures = evaluate_text(
-            model.to(args.device),
-            tokenizer,
-            texts,
-            args.block_size,
-            args.stride,
-            args.batch_size,
-            progress=not args.json,
-        )
-        if not math.isfinite(measures["loss"]):
-            raise EvaluationError(
-                f"loss is {measures['loss']}: the weights are damaged or overflow {args.dtype}"
-            )
-    except (ValueError, OSError, RuntimeError) as error:
-        print(f"{program}: {(str(error).splitlines() or [type(error).__name__])[0]}", file=sys.stderr)
-        return 1
-    if args.json:
-        print(json.dumps(measures))
-    else:
-        print("  ".join(f"{name} {value:.6g}" for name, value in measures.items()))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    texts = list(read_files(files, text_column) if files else load_documents(CorpusArguments())[1])
+    model, words = load_model(name, tokenizer, dtype=dtype)
+    measures = evaluate_text(model.to(device), words, texts, **options)
+    if not math.isfinite(measures["loss"]):
+        raise EvaluationError(f"loss is {measures['loss']}: the weights are damaged or overflow {dtype}")
+    return measures

@@ -28,14 +28,15 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from ..model.files import staged
+from ..model.ticket import SLTError
+from ..sharing.files import staged
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 _FILES = ("model.safetensors", "optimizer.safetensors")
 
 
-class CheckpointError(RuntimeError):
-    """A checkpoint is damaged, or belongs to another run."""
+class CheckpointError(SLTError):
+    """A checkpoint is damaged, missing, or belongs to another run."""
 
 
 @dataclass
@@ -82,17 +83,27 @@ class Checkpoints:
         self.arguments = json.loads(json.dumps(arguments))  # as it comes back from disk
         self.keep = keep
 
-    def begin(self, resume: bool, overwrite: bool) -> None:
-        """Refuse the folder of an earlier run, unless it is to be gone on from or thrown away."""
+    def begin(self, resume: str | None, overwrite: bool) -> Path | None:
+        """The checkpoint to go on from, if any: `resume` names it, or is "true" for the last.
+
+        Refuses the folder of an earlier run that is neither to be gone on from nor thrown away.
+        """
         for left in self.folder.glob(".step-*"):  # half written when a run was killed
             shutil.rmtree(left)
-        if resume or not (self._found() or (self.folder.parent / "report.json").exists()):
-            return
-        if not overwrite:
+        found = self._found()
+        if resume == "true":
+            return found[-1] if found else None
+        if resume:
+            if not (path := Path(resume)).is_dir():
+                known = ", ".join(one.name for one in found) or "no checkpoint"
+                raise CheckpointError(f"{path}: no such folder; {self.folder} holds {known}")
+            return path
+        if (found or (self.folder.parent / "report.json").exists()) and not overwrite:
             raise CheckpointError(
-                f"{self.folder.parent} is of an earlier run; add --resume true or --overwrite true"
+                f"{self.folder.parent} is of an earlier run; add --resume_from_checkpoint or --overwrite"
             )
         shutil.rmtree(self.folder, ignore_errors=True)
+        return None
 
     def save(self, snapshot: Snapshot) -> Path:
         """Write a checkpoint; then, and only then, remove those that are no longer kept."""
@@ -115,13 +126,9 @@ class Checkpoints:
                 shutil.rmtree(old)
         return path
 
-    def latest(self) -> Path | None:
-        """The last checkpoint, if there is one."""
-        return found[-1] if (found := self._found()) else None
-
     def load(self, path: Path) -> Snapshot:
         """Read a checkpoint of this run; raise CheckpointError if it is damaged or of another run."""
-        cure = f"remove {path} to go on from the checkpoint before it"
+        cure = "give --resume_from_checkpoint the one before it"
         try:
             state = json.loads((path / "state.json").read_text())
             for name, expected in state["sha256"].items():

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..model.configuration_supermask_gpt2 import SupermaskGPT2Config
-from ..model.files import replacing
+from ..sharing.files import replacing
 from .selection import RULES, keep_largest, kept_count
 
 logger = logging.get_logger(__name__)
@@ -122,13 +122,14 @@ def attention_moments(
 class Log:
     """log.jsonl, one record a line, and the trackers beside it; only the first process writes."""
 
-    def __init__(self, path: Path, accelerator: Accelerator, resumed_at: int) -> None:
+    def __init__(self, path: Path, accelerator: Accelerator, resumed: Path | None, step: int) -> None:
+        """Of a run resumed after `step`, the log goes on from that one."""
         self.path, self.accelerator = path, accelerator
         self.records: list[dict[str, Any]] = []
         if not accelerator.is_main_process:
             return
-        if resumed_at and path.exists():  # lines after the checkpoint will be written again
-            self.records = [record for record in read_log(path) if record["step"] <= resumed_at]
+        if resumed and resumed.exists():  # lines after the checkpoint will be written again
+            self.records = [record for record in read_log(resumed) if record["step"] <= step]
         with replacing(path) as temporary:
             temporary.write_text("".join(json.dumps(record) + "\n" for record in self.records))
 

@@ -5,7 +5,7 @@ gap closed = (random mask - ticket) / (random mask - dense twin)       of valida
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,21 +13,25 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ..model.files import replacing
 from ..model.ticket import MASK_FILE, read_ticket
 from ..sharing.card import LABELS, describe_environment, gap_closed, write_card
+from ..sharing.files import replacing
 from ..sharing.plots import plot_comparison, plot_masks, plot_run
 from .arguments import Arguments
-from .loop import check_twin, train
 from .monitoring import read_log
+from .run import check_twin
 
 
-def train_and_compare(arguments: Arguments, template: Path, prompt: str | None = None) -> dict[str, Any]:
-    """Train, then run the controls asked for; write figures, card and report, and return the report.
+def train_and_compare(
+    arguments: Arguments, train: Callable[[Arguments], dict[str, Any] | None], template: Path
+) -> dict[str, Any]:
+    """Train, then the controls asked for; write figures, card and report, and return the report.
 
-    Empty where the run was interrupted, and in all processes but the first.
+    `train` runs arguments to their end and returns a report, or None if it was interrupted. What this
+    returns is empty then, and in all processes but the first.
     """
     own: str = arguments.run.control or "ticket"
+    prompt = arguments.run.prompt
     if "dense" in (own, *(arguments.run.compare or ())):
         check_twin(arguments.model)  # now, not after hours of training
     reports, folders = {}, {own: Path(arguments.run.output_dir)}
@@ -35,7 +39,9 @@ def train_and_compare(arguments: Arguments, template: Path, prompt: str | None =
         run = arguments.run
         if name != own:
             folders[name] = folders[own] / name
-            run = replace(run, control=name, compare=None, output_dir=str(folders[name]))
+            resume = run.resume_from_checkpoint and "true"  # a path is that of the ticket's checkpoint
+            changes = {"control": name, "compare": None, "output_dir": str(folders[name])}
+            run = replace(run, resume_from_checkpoint=resume, **changes)
         found = train(replace(arguments, run=run))
         if found is None:
             return {}

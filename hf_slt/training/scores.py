@@ -14,27 +14,24 @@ Importing this module teaches `hf_slt.model` to build models with scores.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ..model.layers import (
     LAYERS,
     LOSSES,
     DrawnLayer,
     Embedding,
-    Entry,
-    FrozenEmbedding,
-    FrozenHead,
     Head,
     Linear,
     SupermaskLayer,
-    masked_entry,
-    stored_entry,
 )
 from ..model.quantisation import largest_code
-from ..model.random_weights import TensorSpec, digest, draw
+from ..model.random_weights import TensorSpec, draw
 from ..model.ticket import pack_mask
 from .loss import causal_lm_loss
 from .selection import RULES, keep_largest, kept_count, piece_size, traced_mask
@@ -43,7 +40,6 @@ from .selection import RULES, keep_largest, kept_count, piece_size, traced_mask
 class ScoresLayer(DrawnLayer):
     """A drawn weight under the mask of its scores; each tensor is ranked by itself."""
 
-    is_masked = True
     body_name = "drawn"
 
     def __init__(self, tensors: Sequence[TensorSpec]) -> None:
@@ -85,14 +81,25 @@ class ScoresLayer(DrawnLayer):
 
     def masked_weight(self) -> Tensor:
         """The weight that this layer computes with, differentiable in its scores."""
-        self._make_current()
         scores = self.stored()
-        # torch.func passes plain tensors for parameters; it and torch.compile want operators they know.
-        if torch.compiler.is_compiling() or not all(isinstance(one, nn.Parameter) for one in scores):
-            return self.drawn * torch.cat([self._traced_factor(one) for one in scores], -1).to(self.drawn.dtype)
-        with torch.no_grad():
-            masked = apply_mask(self.drawn, self.masks())
-        return MaskedWeight.apply(masked, self.drawn, self.rule.slope, *scores)
+        if not self._is_traced():
+            return MaskedWeight.apply(self._product(), self.drawn, self.rule.slope, *scores)
+        self._make_current()
+        factors = torch.cat([self._traced_factor(one) for one in scores], -1)
+        return self.drawn * factors.to(self.drawn.dtype)
+
+    def _is_traced(self) -> bool:
+        """Whether torch.compile or torch.func is at work, which want operators they know.
+
+        The latter passes plain tensors for parameters.
+        """
+        plain = not all(isinstance(scores, nn.Parameter) for scores in self.stored())
+        return plain or torch.compiler.is_compiling()
+
+    @torch.no_grad()
+    def _product(self) -> Tensor:
+        self._make_current()
+        return apply_mask(self.drawn, self.masks())
 
     def _traced_factor(self, scores: Tensor) -> Tensor:
         """The mask as a number whose derivative is that of the rank: x - x is 0, but has a gradient."""
@@ -104,16 +111,8 @@ class ScoresLayer(DrawnLayer):
     def weight(self) -> Tensor:
         return self.masked_weight()
 
-    def entries(self, path: str) -> Iterator[tuple[str, Entry, np.ndarray | None]]:
-        for tensor, mask in zip(self.tensors, self.masks(), strict=True):
-            key = f"{path}.{self.attribute(tensor, 'mask')}"
-            yield tensor.name, *masked_entry(tensor, digest(tensor.draw()), key, pack_mask(mask.cpu().numpy()))
-
-    @torch.no_grad()
-    def resized(self, rows: int) -> "ScoresLayer":
-        new, both = self._like_this(rows), min(rows, self.shape[0])
-        new.scores[:both] = self.scores[:both]
-        return new
+    def data(self) -> list[np.ndarray | None]:
+        return [pack_mask(mask.cpu().numpy()) for mask in self.masks()]
 
     def _apply(self, fn, recurse=True):
         """Move with the model, but keep the scores in float32."""
@@ -149,20 +148,50 @@ class MaskedWeight(torch.autograd.Function):
         drawn, *scores = ctx.saved_tensors
         widths = [one.shape[-1] for one in scores]
         parts = zip(grad.split(widths, -1), drawn.split(widths, -1), scores, strict=True)
-        times = _times if torch.is_grad_enabled() else _times_in_place  # it may be differentiated again
-        return None, None, None, *(times((g * w).to(s.dtype), s, ctx.slope) for g, w, s in parts)
+        multiply = _times if torch.is_grad_enabled() else _times_in_pieces  # it may be differentiated again
+        return None, None, None, *(multiply(g, w, s, ctx.slope) for g, w, s in parts)
 
 
-def _times(gradient: Tensor, scores: Tensor, slope: Callable) -> Tensor:
-    return gradient * slope(scores)
+class MaskedRows(torch.autograd.Function):
+    """Rows of a masked table by their numbers: `F.embedding` of MaskedWeight, with the same gradient.
+
+    But only the rows that were looked up have one, so only these are multiplied in the backward.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(ids: Tensor, masked: Tensor, drawn: Tensor, slope: Callable, scores: Tensor) -> Tensor:
+        return F.embedding(ids, masked)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        ids, _, drawn, ctx.slope, scores = inputs
+        ctx.save_for_backward(ids, drawn, scores)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        ids, drawn, scores = ctx.saved_tensors
+        table = torch.ops.aten.embedding_dense_backward(grad, ids, len(drawn), -1, False)
+        if torch.is_grad_enabled():  # it may be differentiated again
+            return None, None, None, None, _times(table, drawn, scores, ctx.slope)
+        result = table.to(scores.dtype)
+        # A row that was looked up twice is written twice, the same.
+        result[ids] = _times(table[ids], drawn[ids], scores[ids], ctx.slope)
+        return None, None, None, None, result
 
 
-def _times_in_place(gradient: Tensor, scores: Tensor, slope: Callable) -> Tensor:
-    """The same in pieces: a slope of full size costs 4 % of a step and 5 % of its memory (docs/speed.md)."""
+def _times(gradient: Tensor, drawn: Tensor, scores: Tensor, slope: Callable) -> Tensor:
+    return (gradient * drawn).to(scores.dtype) * slope(scores)
+
+
+def _times_in_pieces(gradient: Tensor, drawn: Tensor, scores: Tensor, slope: Callable) -> Tensor:
+    """The same without temporaries of full size, which cost 4 % of a step and 5 % of its memory."""
+    result = torch.empty_like(scores)
     rows = max(1, piece_size(scores) // scores.shape[-1])
-    for some, those in zip(gradient.split(rows, -2), scores.split(rows), strict=True):
-        some.mul_(slope(those))
-    return gradient
+    for out, g, w, s in zip(*(one.split(rows) for one in (result, gradient, drawn, scores)), strict=True):
+        torch.mul(g, w, out=out).mul_(slope(s))
+    return result
 
 
 def apply_mask(weight: Tensor, masks: Sequence[Tensor]) -> Tensor:
@@ -178,6 +207,7 @@ def apply_mask(weight: Tensor, masks: Sequence[Tensor]) -> Tensor:
 class ValuesLayer(SupermaskLayer):
     """Values that are trained as usual; computed with as the ticket will hold them, in 32, 8 or 4 bits."""
 
+    kind = "trained"
     body_name = "values"
 
     def __init__(self, tensors: Sequence[TensorSpec], bits: int = 32) -> None:
@@ -198,14 +228,8 @@ class ValuesLayer(SupermaskLayer):
     def weight(self) -> Tensor:
         return self.masked_weight()
 
-    def entries(self, path: str) -> Iterator[tuple[str, Entry, np.ndarray | None]]:
-        yield stored_entry(self.tensors[0], path, self.weight, self.bits)
-
-    @torch.no_grad()
-    def resized(self, rows: int) -> "ValuesLayer":
-        new, both = self._like_this(rows, bits=self.bits), min(rows, self.shape[0])
-        new.values[:both] = self.values[:both]
-        return new
+    def data(self) -> list[np.ndarray | None]:
+        return [self.weight.detach().float().cpu().numpy()]
 
 
 class RoundedWeight(torch.autograd.Function):
@@ -236,6 +260,31 @@ class ScoresLinear(ScoresLayer, Linear):
 class ScoresEmbedding(ScoresLayer, Embedding):
     """A table whose mask is learned."""
 
+    _shared: list[Tensor] | None = None  # within `made_once`: the product, as soon as there is one
+
+    def forward(self, input: Tensor, unembed: bool = False) -> Tensor:
+        if unembed or self._is_traced():
+            return super().forward(input, unembed)
+        return MaskedRows.apply(input, self._product(), self.drawn, self.rule.slope, self.scores)
+
+    def made_once(self) -> AbstractContextManager:
+        return nullcontext() if torch.compiler.is_compiling() else self._sharing()
+
+    @contextmanager
+    def _sharing(self) -> Iterator[None]:
+        self._shared = []
+        try:
+            yield
+        finally:
+            self._shared = None
+
+    def _product(self) -> Tensor:
+        if self._shared is None:
+            return super()._product()
+        if not self._shared:
+            self._shared.append(super()._product())
+        return self._shared[0]
+
 
 class ScoresHead(ScoresLayer, Head):
     """A head whose mask is learned."""
@@ -250,11 +299,10 @@ class ValuesHead(ValuesLayer, Head):
 
 
 LAYERS["scores"] = {
+    **LAYERS["ticket"],  # frozen ones learn nothing
     ("masked", "linear"): ScoresLinear,
     ("masked", "embedding"): ScoresEmbedding,
     ("masked", "head"): ScoresHead,
-    ("frozen", "embedding"): FrozenEmbedding,
-    ("frozen", "head"): FrozenHead,
     ("trained", "embedding"): ValuesEmbedding,
     ("trained", "head"): ValuesHead,
 }

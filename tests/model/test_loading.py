@@ -167,6 +167,6 @@ def test_replicas_of_data_parallel_draw_nothing(state, changes, monkeypatch):
             replica._buffers[name] = buffer.clone()
         found = replica(given)
         assert torch.equal(found, output), path
-        if layer.is_masked and state == "scores":
+        if layer.kind == "masked" and state == "scores":
             found.sum().backward()
             assert all(parameter.grad is not None for parameter in layer.parameters())

@@ -10,8 +10,9 @@ from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
 from hf_slt import SupermaskGPT2LMHeadModel, TicketError
-from hf_slt.model.quantisation import BITS, dequantise, largest_code, quantise
+from hf_slt.model.quantisation import BITS, dequantise, largest_code
 from hf_slt.sharing.card import value_bytes
+from hf_slt.sharing.saving import quantise
 
 tables = arrays.arrays(
     np.float32,

@@ -83,7 +83,7 @@ def test_logits_loss_and_gradients_equal_stock(changes, state, attention):
         gradient = stock.get_parameter(f"{path}.weight").grad
         if isinstance(layer, ValuesLayer):
             assert_close(layer.values.grad, gradient, rtol=1e-4, atol=1e-6)
-        for tensor, columns in layer.places() if layer.is_masked else ():
+        for tensor, columns in layer.places() if layer.kind == "masked" else ():
             scores = getattr(layer, layer.attribute(tensor, "scores"))
             expected = gradient[:, columns] * torch.from_numpy(tensor.draw()) * scores.sign()
             assert_close(scores.grad, expected, rtol=1e-4, atol=1e-6)

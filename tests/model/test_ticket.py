@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM
 
 from hf_slt import SupermaskGPT2LMHeadModel, TicketError, verify_ticket
 from hf_slt.model import ticket as ticket_module
-from hf_slt.model.files import staged
 from hf_slt.model.random_weights import GENERATOR, draw
 from hf_slt.model.ticket import pack_mask, unpack_mask
 from hf_slt.sharing.card import entropy_bits
+from hf_slt.sharing.files import staged
 from hf_slt.sharing.mask_algebra import rewrite_ticket
 from hf_slt.sharing.verify import find_faults
 
@@ -337,7 +337,7 @@ def test_a_save_cut_between_two_files_is_noticed(folder, monkeypatch):
             raise KeyboardInterrupt
         replace(source, target)
 
-    monkeypatch.setattr("hf_slt.model.files.os.replace", cut)
+    monkeypatch.setattr("hf_slt.sharing.files.os.replace", cut)
     with pytest.raises(KeyboardInterrupt):
         make(**ODD, seed=9).save_ticket(folder)
     assert calls[-1] == "config.json"

@@ -1,12 +1,9 @@
 """Curvature against its oracles: autograd for the closed form, dense matrices for the products."""
 
-import dataclasses
-import importlib.util
 import itertools
-import json
 import math
+import sys
 import weakref
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,14 +16,12 @@ from hf_slt import SupermaskGPT2Config, SupermaskGPT2LMHeadModel
 from hf_slt.papers.attention_hessian import attention_hessian, to_score_space
 from hf_slt.papers.curvature import BLOCKS, BlockCurvature, _PlainModel, block_curvature
 from hf_slt.papers.curvature_report import (
-    advise,
     curvature_report,
     format_report,
     plot_report,
     report_records,
     value_to_query,
 )
-from hf_slt.training.arguments import ModelArguments, RunArguments
 from hf_slt.training.monitoring import attention_moments
 
 PAIRS = [("q", "q"), ("k", "k"), ("q", "k"), ("q", "v"), ("k", "v"), ("v", "v")]
@@ -345,9 +340,11 @@ def dense(model, batches, layer, block, space="weight", **options):
     plain = _PlainModel(model, batches, dtype=torch.float64, **options)
     layers = None if layer is None else [layer]
     (place,) = plain.places([block], layers, space)
-    operators = plain.operators(place, space)
-    eye = torch.eye(operators[0].shape[0], dtype=torch.float64)
-    return [torch.cat([operator @ some for some in eye.split(64, dim=1)], 1) for operator in operators]
+    operator = plain.operator(place, space)
+    columns = torch.eye(operator.size, dtype=torch.float64).split(64, dim=1)
+    H, H_o = (torch.cat(part, 1) for part in zip(*map(operator.with_outer, columns), strict=True))
+    assert torch.equal(operator @ columns[-1], H[:, -columns[-1].shape[1] :])
+    return H, H_o
 
 
 @pytest.mark.parametrize(
@@ -421,8 +418,8 @@ def test_eigenvalues_of_a_block_that_hardly_bends_or_not_at_all():
 def test_score_space_is_the_weight_hessian_between_frozen_weights():
     model, ids = supermask(law="normal"), tokens()
     layer = model.transformer.h[1].attn.c_attn
-    for block, part in zip("qkv", layer.parts, strict=True):
-        weight = torch.from_numpy(layer.frozen_weight(part)).double()
+    for block, part in zip("qkv", layer.tensors, strict=True):
+        weight = torch.from_numpy(part.draw()).double()
         H, H_o = dense(model, ids, 1, block)
         S, S_o = dense(model, ids, 1, block, space="score")
         for got, want in ((S, to_score_space(H, weight)), (S_o, to_score_space(H_o, weight))):
@@ -433,10 +430,10 @@ def test_score_space_is_the_derivative_of_the_gradient_that_trains():
     """Gradients that the straight-through layer itself returns, a little apart, against the operator."""
     model, ids = supermask().double(), tokens()
     layer = model.transformer.h[0].attn.c_attn
-    scores, value = layer.value_scores, layer.parts[2]
+    scores, value = layer.value_scores, layer.tensors[2]
     signs = scores.detach().double().sign()
     (direction,) = draw(0, tuple(scores.shape))
-    displacement = torch.from_numpy(layer.frozen_weight(value)) * signs * direction
+    displacement = torch.from_numpy(value.draw()) * signs * direction
 
     def gradient(step):
         def move(_, inputs, output):  # as if the masked weight were step * displacement further
@@ -459,8 +456,8 @@ def test_score_space_is_the_derivative_of_the_gradient_that_trains():
 def test_signed_constant_blocks_have_the_weights_spectrum():
     model, ids = supermask(law="signed_constant"), tokens()
     layer = model.transformer.h[0].attn.c_attn
-    for block, part in zip("qv", (layer.parts[0], layer.parts[2]), strict=True):
-        constant = abs(float(layer.frozen_weight(part)[0, 0]))
+    for block, part in zip("qv", (layer.tensors[0], layer.tensors[2]), strict=True):
+        constant = abs(float(part.draw()[0, 0]))
         want = constant**2 * torch.linalg.eigvalsh(dense(model, ids, 0, block)[0])
         got = torch.linalg.eigvalsh(dense(model, ids, 0, block, space="score")[0])
         assert (got - want).abs().max() <= 1e-12 * want.abs().max()
@@ -611,8 +608,16 @@ def test_curvature_errors_name_value_and_cure():
         block_curvature(model, tokens(), layer_norm="off")
 
 
+def test_without_scipy_the_extra_is_named_and_all_but_eigenvalues_is_measured(monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy.sparse.linalg", None)
+    with pytest.raises(ImportError, match=r'pip install "hf_slt\[curvature\]"'):
+        block_curvature(stock(), tokens(), ("q",), layers=[0], probes=1)
+    (row,) = block_curvature(stock(), tokens(), ("q",), layers=[0], probes=1, eigenvalues=False)
+    assert row.norm > 0
+
+
 # ---------------------------------------------------------------------------------------------------
-# Moments, advice, reports
+# Moments, reports
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -644,22 +649,6 @@ def test_a_head_without_spread_gets_no_query_gradient():
     assert gradients[1] < 1e-3 * gradients[0]
 
 
-def test_advice_evens_query_and_value():
-    model, ids = supermask(qk_scale=1.0, n_layer=1), tokens(batch=4)
-    advice = advise(model, ids, factors=(1.0, 2.0, 4.0))
-    assert set(advice.rates) == set(BLOCKS)
-    fields = {field.name for group in (ModelArguments, RunArguments) for field in dataclasses.fields(group)}
-    assert set(advice.arguments()) <= fields
-    assert len(advice.arguments()) == 7
-    assert np.prod(list(advice.rates.values())) == pytest.approx(1, rel=0.5)
-    rows = block_curvature(
-        supermask(qk_scale=advice.qk_scale, n_layer=1), ids, ("q", "k", "v"), "score", eigenvalues=False
-    )
-    norm = {block: next(row.norm for row in rows if row.block == block) for block in "qkv"}
-    assert 0.6 < norm["v"] / math.sqrt(norm["q"] * norm["k"]) < 1.6
-    assert abs(math.log(advice.value_to_query)) > abs(math.log(norm["v"] / math.sqrt(norm["q"] * norm["k"])))
-
-
 def test_reports_as_text_records_and_figure(tmp_path):
     report = curvature_report(
         supermask(), tokens(), probes=4, eigenvalues=False, blocks=("q", "v"), space="score"
@@ -684,96 +673,3 @@ def test_value_to_query_of_no_query_curvature_is_infinite():
         for block, norm in (("q", 0.0), ("v", 1.0))
     ]
     assert value_to_query(rows) == {0: math.inf}
-
-
-# ---------------------------------------------------------------------------------------------------
-# The recipe
-
-
-@pytest.fixture(scope="module")
-def recipe():
-    path = Path(__file__).parents[2] / "recipes" / "figures_hessian.py"
-    spec = importlib.util.spec_from_file_location("figures_hessian", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_additions_are_sums_with_only_the_answer_predicted(recipe):
-    batch = recipe.additions(20)
-    assert batch["input_ids"].shape == (20, 18)
-    for ids, labels in zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True):
-        a, _, rest = "".join("0123456789+="[i] for i in ids).partition("+")
-        b, _, total = rest.partition("=")
-        assert int(a) + int(b) == int(total)
-        assert labels == [-100] * 12 + ids[12:]
-
-
-@pytest.mark.slow
-def test_the_authors_norms_are_met(recipe):
-    records = [
-        {"layer_norm": ln, "sigma": sigma, **recipe.addition_point(ln, sigma, seed, probes=10)}
-        for ln, sigma in recipe.PUBLISHED
-        if sigma <= 1.13
-        for seed in (0, 1)
-    ]
-    ratios = recipe.addition_ratios(records)
-    assert len(ratios) == 15
-    assert all(0.6 < r["ratio"] < 1.6 for r in ratios), ratios
-
-
-def test_the_recipe_writes_records_and_a_figure_and_resumes(recipe, tmp_path, capsys):
-    tiny = dataclasses.replace(recipe.PRESETS["quick"], sigmas=(0.01, 0.1, 1.0, 10.0))
-    recipe.PRESETS["tiny"] = tiny
-    recipe.run("growth", "tiny", tmp_path)
-    written = tmp_path / "results" / "hessian_tiny_growth.json"
-    record = json.loads(written.read_text())
-    assert len(record["points"]) == 16
-    assert (tmp_path / "figures" / "hessian_growth.png").read_bytes().startswith(b"\x89PNG")
-    assert "qq 6.00/" in capsys.readouterr().out
-    recipe.growth_point = None  # every point is known: nothing is measured again
-    recipe.run("growth", "tiny", tmp_path)
-    assert json.loads(written.read_text()) == record
-
-
-def test_advice_reaches_the_ordinary_training_as_options(recipe, monkeypatch):
-    said = {"qk_scale": 1.5, "query_rate": 2.0, "mlp_rate": 0.25}
-    monkeypatch.setattr(recipe, "advice_for", lambda layer_norm, seed: said)
-    seen = {}
-
-    def train(arguments):
-        seen[variant] = arguments.flat()
-        log = Path(arguments.run.output_dir) / "log.jsonl"
-        log.write_text('{"kind": "evaluation", "step": 7, "loss": 3.0}\n')
-        return {"loss": 3.0}
-
-    monkeypatch.setattr(recipe, "train", train)
-    for variant in recipe.ADVICE:
-        point = recipe.advice_point(layer_norm=False, variant=variant, seed=2, steps=7)
-        assert (point["loss"], point["curve"]) == (3.0, [[7, 3.0]])
-    changed = {
-        variant: {name: value for name, value in flat.items() if value != seen["plain"][name]}
-        for variant, flat in seen.items()
-    }
-    for one in changed.values():
-        one.pop("output_dir", None)
-    rates = {"query_rate": 2.0, "mlp_rate": 0.25}
-    assert changed == {
-        "plain": {},
-        "scale": {"qk_scale": "1.5"},
-        "rates": rates,
-        "both": {"qk_scale": "1.5", **rates},
-    }
-    assert (seen["plain"]["layer_norm"], seen["plain"]["seed"], seen["plain"]["steps"]) == (False, 2, 7)
-    assert seen["plain"]["law"] == "signed_constant"  # the preset's
-    gains = recipe.advice_gains(
-        [
-            {"layer_norm": True, "variant": variant, "seed": seed, "loss": loss}
-            for variant, losses in {"plain": (5.0, 6.0), "both": (5.5, 5.75)}.items()
-            for seed, loss in enumerate(losses)
-        ]
-    )
-    assert [(g["loss"], g["gain"], g["gain_range"]) for g in gains] == [
-        (5.5, 0, [0, 0]),
-        (5.625, -0.125, [-0.5, 0.25]),
-    ]

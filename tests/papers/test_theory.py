@@ -15,6 +15,7 @@ import hf_slt
 from hf_slt.model.random_weights import draw
 from hf_slt.papers import theory
 from hf_slt.papers.subset_sum import best_subset, prune_relu_to_match, prune_to_match
+from hf_slt.sharing.saving import describe
 
 CONSTRUCTIONS = ("proof", "balanced")
 
@@ -337,7 +338,7 @@ def test_heads_add_up():
     for h in (0, 1):
         masks = {name: mask.copy() for name, mask in found.masks.items()}
         masks["h.0.attn.c_proj"][(1 - h) * 60 : (2 - h) * 60] = False  # silence the other head
-        layer = hf_slt.SupermaskGPT2Model.from_masks(found.config, masks).double().h[0].attn
+        layer = hf_slt.SupermaskGPT2Model.from_mask_arrays(found.config, masks).double().h[0].attn
         one = theory.run_attention(layer, x, 2)
         alone = theory.TargetAttention(
             *(getattr(target, name)[h : h + 1] for name in ("query", "key", "value", "output"))
@@ -447,10 +448,11 @@ def test_pruned_transformer_is_a_ticket(tmp_path):
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "ticket")
     assert torch.equal(again(torch.from_numpy(TOKENS)).logits, model(torch.from_numpy(TOKENS)).logits)
     np.testing.assert_allclose(logits_of(again), target(TOKENS), atol=1e-3)
-    for name, mask in again.masks().items():
+    for name, mask in again.mask_arrays().items():
         assert (mask == found.masks[name]).all()
     # nothing but masks and the target's embeddings is stored
-    assert set(model.ledger()) == {"wte", "wpe"}
+    header, _ = describe(model)
+    assert {name for name, entry in header.tensors.items() if entry.trained} == {"wte", "wpe"}
 
 
 def test_deeper_targets_err_more():

@@ -1,5 +1,6 @@
 """The GPT-2 study: its exercises are what they say, its sizes have oracles, its points repeat exactly."""
 
+import argparse
 import json
 import math
 import subprocess
@@ -7,13 +8,22 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import figures_gpt2 as study
 import numpy as np
 import pytest
+import studies
 import torch
 
+from hf_slt.training.arguments import Arguments, parse_arguments
+from hf_slt.training.run import Run
+
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "recipes"))
-import figures_gpt2 as study  # noqa: E402
+
+
+def short(task="recall", seed=0, experiments=("recall",), **changes):
+    """A point of a few steps."""
+    changes = study.settings_of(task, **{"max_steps": 2, "eval_steps": 2, **changes})
+    return study.Point(task, changes, seed, experiments)
 
 
 def test_induction_repeats_with_a_period_that_varies():
@@ -43,11 +53,6 @@ def test_recall_asks_for_the_value_of_every_key():
     assert len(np.unique(made.array[:, :4], axis=0)) > 40  # no order of the pairs is always the same
 
 
-@pytest.mark.parametrize(("size", "kept"), [(10, 5), (1000, 50), (64, 64)])
-def test_entropy_is_that_of_the_binomial(size, kept):
-    assert study.entropy_bytes(size, kept) == pytest.approx(math.log2(math.comb(size, kept)) / 8, abs=1e-9)
-
-
 @pytest.mark.parametrize("bits", [4, 8])
 def test_quantised_values_are_near_and_few(bits):
     values = torch.randn(37, 50, generator=torch.Generator().manual_seed(0))
@@ -67,44 +72,44 @@ def test_quantised_values_are_near_and_few(bits):
 
 
 def test_points_are_named_once_and_their_settings_are_arguments():
-    for preset in study.STUDIES.values():
+    known = {*Arguments().flat(), "task", "quantised"}
+    for preset in study.PRESETS.values():
         points = preset.points()
         assert len({point.id for point in points}) == len(points)
-        for point in points:
-            study.arguments_of(point.settings, "runs/x")
-    with pytest.raises(ValueError, match="densty"):
-        study.arguments_of({"densty": 0.5}, "runs/x")
+        assert {name for point in points for name in point.settings} <= known
+    with pytest.raises(SystemExit):
+        study.measure(**{**short().settings, "densty": 0.5})
 
 
-def test_a_point_repeats_exactly_and_a_changed_one_is_told(tmp_path):
-    point = study.Point("recall", study.settings_of("recall", steps=6, evaluate_every=2), 3, ("recall",))
-    first, again = study.measure(point), study.measure(point)
-    assert first["curve"] == again["curve"]
-    assert len(first["curve"]) == 3
-    records = study.Records(tmp_path / "records.json", [point])
-    records.add(first)
-    records = study.Records(tmp_path / "records.json", [point])
+def test_a_point_repeats_exactly_and_another_loss_is_told(tmp_path, monkeypatch, capsys):
+    def at_once(measure, points, workers):
+        return [(point, measure(**point)) for point in points]
+
+    monkeypatch.setattr(studies, "measure_all", at_once)
+    point = short(seed=3, max_steps=6)
+    records = studies.Records(tmp_path / "records.json", [point.settings])
     assert study.repeat(point, records) == 0
-    records.found[point.id]["curve"][-1][1] += 1e-9
+    assert "no record of it yet" in capsys.readouterr().out
+    records.add(point.settings, study.measure(**point.settings))
+    records = studies.Records(tmp_path / "records.json", [point.settings])
+    assert study.repeat(point, records) == 0
+    assert "the same as recorded" in capsys.readouterr().out
+    curve = records.get(point.settings)["curve"]
+    assert [step for step, _ in curve] == [2, 4, 6]
+    curve[-1][1] += 1e-9
     assert study.repeat(point, records) == 1
-    # What was measured under other settings is not taken for this point.
-    other = study.Point("recall", point.changes, 3, ("recall",))
-    text = (tmp_path / "records.json").read_text().replace('"density": 0.5', '"density": 0.4')
-    (tmp_path / "records.json").write_text(text)
-    assert not study.Records(tmp_path / "records.json", [other]).found
 
 
 def test_an_exercise_ends_when_it_is_solved(monkeypatch):
-    changes = study.settings_of("recall", steps=8, evaluate_every=2)
     monkeypatch.setitem(study.TASKS, "recall", replace(study.TASKS["recall"], solved=50.0))
-    record = study.measure(study.Point("recall", changes, 0, ("recall",)))
-    assert record["solved"] is True
-    assert record["steps"] == 2
+    found = study.measure(**short(max_steps=8).settings)
+    assert found["solved"] is True
+    assert found["steps"] == 2
 
 
 def test_the_step_of_the_switch_lies_between_two_evaluations():
     half = math.log(8) / 2
-    record = {"task": "recall", "curve": [[25, half + 1], [50, half - 0.25], [75, half + 1]]}
+    record = {"of": {"task": "recall"}, "curve": [[25, half + 1], [50, half - 0.25], [75, half + 1]]}
     assert study.taken(record) == pytest.approx(45)  # where the line crosses half
     assert study.taken({**record, "curve": [[25, half + 1], [50, half]]}) == math.inf
     assert study.taken({**record, "curve": [[25, 0.1]]}) == 25
@@ -113,8 +118,7 @@ def test_the_step_of_the_switch_lies_between_two_evaluations():
 def test_the_quickest_factor_is_the_bottom_of_a_parabola():
     def record(factor):
         step = 100 * math.exp((math.log(factor) - math.log(3)) ** 2)
-        settings = {"qk_scale": factor, "n_qk": 64}
-        return {"task": "recall", "settings": settings, "curve": [[step, 0.1]]}
+        return {"of": {"task": "recall", "qk_scale": factor, "n_qk": 64}, "curve": [[step, 0.1]]}
 
     assert study.quickest_factor([record(f) for f in (1, 2, 4, 8)]) == pytest.approx(3)
     never = {**record(16), "curve": [[100, 2.0]]}  # has no place on the parabola
@@ -125,17 +129,15 @@ def test_the_quickest_factor_is_the_bottom_of_a_parabola():
 def test_the_lowest_factor_is_the_bottom_of_a_parabola_if_enclosed():
     def records(factors):
         losses = [(f, 1 + (math.log(f) - math.log(3)) ** 2) for f in factors for _ in range(2)]
-        return [{"settings": {"qk_scale": f, "n_qk": 64}, "best_loss": loss} for f, loss in losses]
+        return [{"of": {"qk_scale": f, "n_qk": 64}, "best_loss": loss} for f, loss in losses]
 
     assert study.lowest_factor(records((1, 2, 4, 8))) == pytest.approx(3)
     assert study.lowest_factor(records((4, 8, 16))) is None
 
 
 def test_sizes_of_a_ticket_and_of_stored_embeddings():
-    changes = study.settings_of(
-        "recall", steps=2, evaluate_every=2, embedding="trained", density=0.25, qk_scale=2
-    )
-    record = study.measure(study.Point("recall", changes, 0, ("bytes",)))
+    point = short(experiments=("bytes",), embedding="trained", density=0.25, qk_scale=2)
+    record = study.measure(**point.settings)
     masked = 64 * 2 * 2 * 64 + 64 * 64 + 64 * 64 + 2 * 64 * 64  # query and key, value, output, MLP
     trained = (80 + 24) * 64
     assert record["nonzero"] == masked // 4 + trained
@@ -149,8 +151,6 @@ def test_sizes_of_a_ticket_and_of_stored_embeddings():
 
 
 def test_the_paper_preset_names_commands_that_parse():
-    from hf_slt.training.arguments import parse_arguments
-
     points = study.paper_points()
     assert len({study.paper_command(point)[0] for point in points}) == len(points) == 3 * (7 + 3 + 4) * 3
     for point in points[::7]:
@@ -160,7 +160,7 @@ def test_the_paper_preset_names_commands_that_parse():
         arguments = parse_arguments(words)
         assert arguments.model.n_embd // arguments.model.n_head == 64
         assert arguments.model.n_embd == point.settings["n_embd"]
-        assert arguments.run.epochs == 50
+        assert arguments.run.num_train_epochs == 50
 
 
 def test_the_paper_preset_runs_what_is_left_and_draws(tmp_path, monkeypatch, capsys):
@@ -175,23 +175,22 @@ def test_the_paper_preset_runs_what_is_left_and_draws(tmp_path, monkeypatch, cap
         launched.append(command)
         if len(launched) == 5:
             return subprocess.CompletedProcess(command, 3)
-        from hf_slt.training.arguments import parse_arguments
-        from hf_slt.training.loop import Run
-
         words = command[command.index("--config") + 2 :]
         tiny = "--n_layer 1 --n_embd 64 --n_head 1 --block_size 24 --batch_size 4 --steps 2".split()
-        run = Run(parse_arguments([*words, *tiny]), study.exercise_corpus("recall", 8))
-        run.loop()
+        run = Run(parse_arguments([*words, *tiny]), study.corpus_of("recall", 8))
+        study.train(run)
         run.finish()
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr(study.subprocess, "run", launch)
-    assert study.run_paper(True, tmp_path) == 3
+    options = argparse.Namespace(preset="paper", out=tmp_path, fresh=False, execute=True)
+    call = studies.Study("gpt2", "cpu", options)
+    assert study.run_paper(call) == 3
     assert chosen[4].id in capsys.readouterr().err
-    assert study.run_paper(True, tmp_path) == 0
+    assert study.run_paper(call) == 0
     assert len(launched) == len(chosen) + 1  # what was done is not done again
     stored = json.loads((tmp_path / "results" / "gpt2_paper.json").read_text())["records"]
-    assert [record["id"] for record in stored] == [point.id for point in chosen]
+    assert all(point.settings in [record["of"] for record in stored] for point in chosen)
     assert all(len(record["curve"]) == 1 and record["nonzero"] > 0 for record in stored)
     assert {path.stem for path in (tmp_path / "figures" / "paper").glob("*.png")} == {"fig7", "fig8"}
 
@@ -207,24 +206,8 @@ def test_under_accelerate_launch_one_process_makes_the_study(tmp_path):
     assert len(json.loads((tmp_path / "results" / "gpt2_quick.json").read_text())["records"]) == 2
 
 
-def test_committed_records_are_of_the_study_as_it_is():
-    path = ROOT / "recipes" / "results" / "gpt2_cpu.json"
-    points = study.STUDIES["cpu"].points()
-    stored = json.loads(path.read_text())["records"]
-    assert len(study.Records(path, points).found) == len(stored)
+def test_committed_curves_end_where_their_runs_did():
+    stored = json.loads((ROOT / "recipes" / "results" / "gpt2_cpu.json").read_text())["records"]
     for record in stored:
         assert record["curve"][-1] == [record["steps"], record["loss"]]
         assert math.isfinite(record["loss"])
-
-
-@pytest.mark.slow
-def test_the_quick_study_runs_and_goes_on(tmp_path):
-    command = [sys.executable, ROOT / "recipes" / "figures_gpt2.py", "--preset", "quick", "--out", tmp_path]
-    subprocess.run(command, check=True, capture_output=True)
-    path = tmp_path / "results" / "gpt2_quick.json"
-    before = path.read_bytes()
-    names = {"recall", "induction", "fig7", "fig8", "bytes", "ablations"}
-    assert {figure.stem for figure in (tmp_path / "figures" / "quick").glob("*.png")} == names
-    again = subprocess.run(command, check=True, capture_output=True, text=True)
-    assert path.read_bytes() == before
-    assert "drew" in again.stdout

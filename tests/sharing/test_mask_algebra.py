@@ -5,8 +5,9 @@ import pytest
 from cases import save_tickets, tiny_config
 
 from hf_slt import SupermaskGPT2LMHeadModel, TicketError, combine_tickets, compare_tickets, verify_ticket
-from hf_slt.model.ticket import mask_path, read_ticket
+from hf_slt.model.ticket import read_ticket
 from hf_slt.sharing.mask_algebra import COMBINATIONS, compare_masks, rewrite_ticket
+from hf_slt.sharing.verify import mask_path
 
 NAIVE = {
     "intersection": lambda masks: masks.all(0),

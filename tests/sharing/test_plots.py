@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hf_slt.model.files import replacing
 from hf_slt.sharing import plots
+from hf_slt.sharing.files import replacing
 from hf_slt.sharing.plots import choose_tensors, density_map, plot_comparison, plot_masks, plot_run, smooth
 
 pytest.importorskip("matplotlib")

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from torch.testing import assert_close
 
-from hf_slt.model.quantisation import BITS, dequantise, quantise
+from hf_slt.model.quantisation import BITS, dequantise
 from hf_slt.model.random_weights import TensorSpec
+from hf_slt.sharing.saving import quantise
 from hf_slt.training import selection
 from hf_slt.training.scores import RoundedWeight, ScoresEmbedding, ScoresHead, ScoresLinear, apply_mask
 

@@ -1,9 +1,10 @@
 """Loss, perplexity and bits per byte as a metric of the `evaluate` library.
 
-    metric = evaluate.load("<this file>")
+    metric = evaluate.load("hf_slt/text/causal_lm_metric.py")      # by its path
     metric.compute(predictions=["some text"], model="gpt2")
 
-The library copies this file and the one it imports below into a cache and runs them there.
+The library copies this file and evaluation.py into a cache and runs them there, also where this package is
+not installed.
 """
 
 import datasets
@@ -31,7 +32,7 @@ Returns:
 """
 
 
-class CausalLMLoss(evaluate.Metric):
+class CausalLMMetric(evaluate.Metric):
     """`compute` gives what `evaluate_text` gives."""
 
     def _info(self) -> evaluate.MetricInfo:

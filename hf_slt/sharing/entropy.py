@@ -11,7 +11,7 @@ The specification, in full, for a rewrite in another language or on a chip. Shap
 known from the ticket's header; the stream holds nothing but the masks.
 
 1. Letters. The masks follow each other sorted by name (by code point). A mask of n weights, k kept, is
-   its packed bytes, as in ticket.py: row-major, least significant bit first. The last letter has
+   its packed bytes, as in model/ticket.py: row-major, least significant bit first. The last letter has
    b = (n - 1) % 8 + 1 bits, and so 2**b values; the others have b = 8.
 2. Runs. While 0 < k < n, where n is the number of weights of this mask not coded yet and k how many of
    them are kept: the next run is max(1, n // 32) letters, a quarter of those left. After it n and k
@@ -58,7 +58,7 @@ def encode_masks(
 ) -> np.ndarray:
     """All masks in one array of bytes.
 
-    A mask is a boolean array of any shape, or (with its shape in `shapes`) the bytes of ticket.pack_mask.
+    A mask is a boolean array of any shape, or (with its shape in `shapes`) the bytes of `pack_mask`.
 
     >>> mask = np.zeros(100, bool)
     >>> mask[[41, 59]] = True

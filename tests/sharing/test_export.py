@@ -8,7 +8,7 @@ from cases import IDS, logits_of, make
 from torch.testing import assert_close
 
 from hf_slt import SupermaskGPT2LMHeadModel, verify_ticket
-from hf_slt.model.layers import TernaryLayer
+from hf_slt.sharing.export import TernaryLayer
 
 KINDS = {
     "masked": {},
