@@ -90,11 +90,8 @@ class TicketMixin:
         mean_resizing: bool = True,
     ) -> nn.Module:
         """As in transformers, except that new rows are drawn like all others: a mean row has no seed."""
-        multiple = pad_to_multiple_of or 1
-        rows = (
-            -(-(self.config.vocab_size if new_num_tokens is None else new_num_tokens) // multiple) * multiple
-        )
-        return self._tool("resize_token_embeddings")(self, rows)
+        rows, multiple = new_num_tokens or self.config.vocab_size, pad_to_multiple_of or 1
+        return self._tool("resize_token_embeddings")(self, -(-rows // multiple) * multiple)
 
     # -- in memory -------------------------------------------------------------------------------
 
@@ -173,9 +170,7 @@ class TicketMixin:
     @staticmethod
     def _tool(name: str) -> Callable[..., Any]:
         if name not in TOOLS:  # this code came from the Hub by itself
-            raise ImportError(
-                f"{name} is not among the code that travels: pip install hf_slt, and import hf_slt"
-            )
+            raise ImportError(f"{name} does not travel with a ticket: pip install hf_slt, and import hf_slt")
         return TOOLS[name]
 
     # -- in --------------------------------------------------------------------------------------
@@ -214,11 +209,9 @@ class TicketMixin:
             )
             kwargs |= dtype  # the model's; that of the configuration is the file's
         if mask is not None:
-            ticket = read_fitting_ticket(
-                mask, ticket.header, **{**where, "revision": None, "subfolder": None}
-            )
-        for name in (*_DOWNLOAD_OPTIONS, "config"):
-            kwargs.pop(name, None)
+            elsewhere = {**where, "revision": None, "subfolder": None}
+            ticket = read_fitting_ticket(mask, ticket.header.config, **elsewhere)
+        kwargs = {name: one for name, one in kwargs.items() if name not in (*_DOWNLOAD_OPTIONS, "config")}
         if cls.can_generate() and kwargs.get("generation_config") is None:
             with contextlib.suppress(OSError):  # there is none: the one of the configuration stands
                 kwargs["generation_config"] = GenerationConfig.from_pretrained(source, **where)
@@ -267,8 +260,7 @@ def _holds_scores(source: str | os.PathLike, mask_file: Path, where: dict[str, A
 
     Its configuration must say so and its scores must be there: else it is an altered ticket.
     """
-    if mask_file.name != MASK_FILE or os.path.isfile(source):
-        return False
-    config = find_file(source, CONFIG_FILE, **where)
+    alone = mask_file.name != MASK_FILE or os.path.isfile(source)
+    config = None if alone else find_file(source, CONFIG_FILE, **where)
     says_so = config is not None and read_json(config).get("state") == "scores"
     return says_so and find_file(source, MODEL_FILE, **where) is not None

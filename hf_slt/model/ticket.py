@@ -263,12 +263,8 @@ def read_ticket(path: str | os.PathLike) -> Ticket:
 def ticket_and_faults(path: Path) -> tuple[Ticket, list[TicketError]]:
     """The ticket, and what is wrong with its arrays; a header that is wrong raises."""
     header = read_header(path)
-    if (
-        header.encoding != "packed" and header.encoding not in DECODERS
-    ):  # this code came from the Hub by itself
-        cure = (
-            "pip install hf_slt, and import hf_slt; or have it stored again by `slt pack --encoding packed`"
-        )
+    if header.encoding not in ("packed", *DECODERS):  # this code came from the Hub by itself
+        cure = "pip install hf_slt, and import hf_slt; or ask for it stored by `slt pack --encoding packed`"
         raise ImportError(f"{path}: masks with encoding {header.encoding!r} need the package: {cure}")
     arrays: dict[str, np.ndarray] = {}
     try:

@@ -7,9 +7,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..model.layers import SupermaskLayer, TicketLayer
+from ..model.layers import StoredLayer, SupermaskLayer, TicketLayer
+from ..model.quantisation import BITS
 from ..model.ticket import pack_mask, unpack_mask
-from .scores import ScoresLayer
+from .scores import RoundedWeight, ScoresLayer
 
 
 def resize_token_embeddings(model: Any, rows: int) -> nn.Module:
@@ -42,4 +43,6 @@ def resized(layer: SupermaskLayer, rows: int) -> SupermaskLayer:
         new.materialise()
     elif layer.kind == "trained":
         new.body[:both] = layer.body[:both]
+        if isinstance(layer, StoredLayer) and layer.bits in BITS:  # a ticket's are rounded, the new ones too
+            new.body.copy_(RoundedWeight.apply(new.body, layer.bits))
     return new
