@@ -305,7 +305,7 @@ def combine(args: argparse.Namespace) -> None:
 def pack(args: argparse.Namespace) -> None:
     """Store the masks of a folder in another encoding."""
     from .model.ticket import read_header
-    from .sharing.mask_algebra import rewrite_ticket
+    from .sharing.saving import rewrite_ticket
     from .sharing.verify import mask_path
 
     before = mask_path(args.ticket)

@@ -63,6 +63,8 @@ def describe(model: Any, encoding: str = "packed") -> tuple[Header, dict[str, np
             ):  # as the file will give them back: rows that are new may not be rounded yet
                 data = dequantise(*quantise(data, layer.bits), data.shape, layer.bits)
             if data is not None:
+                if layer.bits in BITS:  # as they are stored; those of a trained ticket are
+                    data = dequantise(*quantise(data, layer.bits), tensor.shape, layer.bits)
                 arrays[tensor.name] = data
                 entry = replace(
                     entry, key=f"{path}.{layer.key(tensor)}", data_sha256=digest(data), bits=layer.bits

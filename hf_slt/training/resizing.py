@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ..model.layers import StoredLayer, SupermaskLayer, TicketLayer
+from ..model.quantisation import BITS
 from ..model.ticket import pack_mask, unpack_mask
 from .scores import RoundedWeight, ScoresLayer
 
@@ -42,6 +43,6 @@ def resized(layer: SupermaskLayer, rows: int) -> SupermaskLayer:
         new.materialise()
     elif layer.kind == "trained":
         new.body[:both] = layer.body[:both]
-        if isinstance(layer, StoredLayer) and layer.bits != 32:  # a ticket holds what its bits can
+        if isinstance(layer, StoredLayer) and layer.bits in BITS:  # a ticket's are rounded, the new ones too
             new.body.copy_(RoundedWeight.apply(new.body, layer.bits))
     return new
