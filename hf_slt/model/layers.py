@@ -18,6 +18,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -106,10 +107,11 @@ class SupermaskLayer(nn.Module):
         """The frozen matrix before any mask, in float32."""
         return np.concatenate([tensor.draw() for tensor in self.tensors], axis=1)
 
-    # masked_weight() -> Tensor              the matrix that the layer computes with
-    # data() -> list[np.ndarray | None]      what a ticket stores of each tensor: its packed mask, its trained
-    #                                        values in float32, or nothing
-    # reset()                                fills in whatever was not loaded, as transformers' _init_weights
+    weight: Any
+    masked_weight: Callable[[], Tensor]  # the matrix that the layer computes with
+    # What a ticket stores of each tensor: its packed mask, its trained values in float32, or nothing.
+    data: Callable[[], list[np.ndarray | None]]
+    reset: Callable[[], None]  # fills in whatever was not loaded, as transformers' _init_weights
 
     def _begin(self) -> None:
         if not self.body.is_meta:
@@ -176,8 +178,8 @@ class DrawnLayer(SupermaskLayer):
         super().__init__(tensors)
         self.register_buffer(self.body_name, torch.empty(self.shape), persistent=False)
 
-    # stored() -> list[Tensor]     what a state dict brings, by tensor: masks or scores
-    # materialise()                draws into the buffer, in its dtype
+    stored: Callable[[], list[Tensor]]  # what a state dict brings, by tensor: masks or scores
+    materialise: Callable[[], None]  # draws into the buffer, in its dtype
 
     def _sources(self) -> list[Stamp]:
         """What the buffer must still be made from to be current: at least itself."""
