@@ -120,6 +120,10 @@ class SupermaskLayer(nn.Module):
         """Under which name a ticket's layer has what it stores of a tensor."""
         return "weight" if self.kind == "trained" else self.attribute(tensor, "mask")
 
+    def made_once(self) -> AbstractContextManager:
+        """Within this context all uses share what can be shared; a table that learns selects once."""
+        return nullcontext()
+
     def extra_repr(self) -> str:
         return f"{self.shape[0]}, {self.shape[1]}"
 
@@ -148,10 +152,6 @@ class Embedding(SupermaskLayer, nn.Embedding):
         Both directions go through one forward, so that hooks (offload, sharding) see either use.
         """
         return (F.linear if unembed else F.embedding)(input, self.masked_weight())
-
-    def made_once(self) -> AbstractContextManager:
-        """Within this context both uses share what can be shared; a table that learns selects once."""
-        return nullcontext()
 
 
 class Head(SupermaskLayer, nn.Linear):
