@@ -18,7 +18,7 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## find a ticket in a few minutes, compare it with its dense twin, verify, load and generate
 	$(BIN)/accelerate launch --config_file recipes/accelerate/cpu.yaml recipes/train_gpt2_slt.py \
 	  --config recipes/nano.yaml --compare random_mask dense --prompt "The function returns" \
-	  --output_dir runs/demo --overwrite true
+	  --output_dir runs/demo --overwrite
 	$(BIN)/slt verify runs/demo/ticket
 
 test: $(READY)  ## all tests

@@ -379,9 +379,8 @@ def quantise(values: torch.Tensor, bits: int) -> tuple[torch.Tensor, int]:
 
     integer = round(value / scale),  scale = largest |value| of the group / (2^(bits - 1) - 1)
 
-    Not `hf_slt.model.quantisation`: its scales are of rows, and rounded up so that doing it twice changes
-    nothing. Groups and the nearest scale are a little better, so the dense models that the tickets are held
-    against get them; and the records were measured so.
+    Not `hf_slt.model.quantisation`, though near it: its scales are of whole rows, rounded up so that doing
+    it twice changes nothing. The losses in the records were measured with the groups and scales of here.
     """
     largest = 2 ** (bits - 1) - 1
     flat = torch.nn.functional.pad(values.reshape(-1), (0, -values.numel() % GROUP)).view(-1, GROUP)
@@ -562,6 +561,8 @@ def draw_induction(preset: Preset, found: Found, study: Study) -> None:
     (shares, losses), (steps, curves) = grid
     task = TASKS["induction"]
     widths, lines = of_widths(found["induction"])
+    if not widths:
+        return
     draw_switching((shares, steps), lines)
     shares.set_title("Induction (dotted: n^(1/4))")
     draw_widths((shares, losses, steps), widths)
@@ -593,7 +594,7 @@ def draw_induction(preset: Preset, found: Found, study: Study) -> None:
 def draw_fig8(preset: Preset, found: Found, study: Study) -> None:
     """A line for each model and length of training: mean and std over seeds."""
     figure, ((axes,),) = panels(1, 1, 7.5, 4.8)
-    tickets = {id(record): record for name in ("fig8", "longer") for record in found.get(name, [])}.values()
+    tickets = [*found["fig8"], *found["longer"]]
     models = group(tickets, lambda record: (record["of"]["task"], record["steps"]))
     for place, ((task, steps), records) in enumerate(models.items()):
         groups = group(records, factor_of)
@@ -612,13 +613,11 @@ def draw_bytes(preset: Preset, found: Found, study: Study) -> None:
     """A panel for each length of training; of several rates the best."""
     lengths = group(found["bytes"], "max_steps")
     figure, ((*row,),) = panels(1, len(lengths), 4.4 * len(lengths) + 1, 4.6)
-    masked, trained, dense = (
-        {"control": None, "embedding": None}, {"control": None, "embedding": "trained"}, {"control": "dense"}
-    )  # fmt: skip
+    ticket: dict[str, Any] = {"control": None, "embedding": "trained"}
     curves: list[tuple[str, dict[str, Any], int]] = [
-        ("ticket, all masked", masked, 0),
-        *((f"ticket, embeddings in {bits} bits", trained, bits) for bits in (8, 4)),
-        *((f"dense, {bits} bits", dense, bits) for bits in (16, 8, 4)),
+        ("ticket, all masked", {**ticket, "embedding": None}, 0),
+        *((f"ticket, embeddings in {bits} bits", ticket, bits) for bits in (8, 4)),
+        *((f"dense, {bits} bits", {"control": "dense"}, bits) for bits in (16, 8, 4)),
     ]
     for axes, (steps, records) in zip(row, lengths.items(), strict=True):
         for place, (label, kind, bits) in enumerate(curves):

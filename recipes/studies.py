@@ -22,6 +22,8 @@ import io
 import json
 import math
 import os
+import platform
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -34,11 +36,11 @@ from typing import Any
 
 import matplotlib
 import numpy as np
-from hf_slt.model.files import replacing
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from hf_slt.sharing.card import describe_environment
+from hf_slt.sharing.files import replacing
 from hf_slt.sharing.plots import COLOURS, MARKERS
 from hf_slt.training.arguments import Arguments, parse_arguments
 
@@ -154,10 +156,13 @@ def geometric_mean(values: Iterable[float]) -> float:
 def measure_all(measure: Measure, points: Iterable[Point], workers: int) -> Iterator[tuple[Point, Record]]:
     """Points with what was found there, as they come, from processes of one thread each.
 
-    On one thread sums have one order, and a point repeats to the last bit. A fresh interpreter for every
-    worker: torch does not survive a fork with threads.
+    On one thread, and with the vectors of AVX2 also where torch has wider ones, sums have one order, and a
+    point repeats to the last bit. A fresh interpreter for every worker reads these two settings; and torch
+    does not survive a fork with threads.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
+    if platform.machine() in ("x86_64", "AMD64"):
+        os.environ.setdefault("ATEN_CPU_CAPABILITY", "avx2")
     pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=_end_with_parent)
     try:
         running = {pool.submit(_quietly, measure, point): point for point in points}
@@ -172,7 +177,8 @@ def measure_all(measure: Measure, points: Iterable[Point], workers: int) -> Iter
 
 
 def _end_with_parent() -> None:
-    """In a worker: end when the study does, even if that was killed."""
+    """In a worker: end when the study does, even if that was killed; a Ctrl-C is for the study to handle."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = parent_process()
     assert parent is not None
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()

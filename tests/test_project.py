@@ -192,7 +192,7 @@ def workplace(tmp_path):
     """A folder as after `make demo`, but with a ticket that takes a second to find."""
     (tmp_path / "small.txt").write_text("The function returns the value of the name. " * 400)
     words = "--train_files small.txt --vocab_size 280 --block_size 64 --n_layer 1 --n_embd 16 --n_head 2"
-    words += " --steps 3 --output_dir runs/demo"
+    words += " --max_steps 3 --output_dir runs/demo"
     run(ROOT / "recipes" / "train_gpt2_slt.py", *words.split(), cwd=tmp_path)
     return tmp_path
 

@@ -116,6 +116,10 @@ class SupermaskLayer(nn.Module):
             self.reset()
             self._is_hf_initialized = True  # transformers would do it again
 
+    def made_once(self) -> AbstractContextManager:
+        """Within this context all uses share what can be shared: a tied table that learns selects once."""
+        return nullcontext()
+
     def key(self, tensor: TensorSpec) -> str:
         """Under which name a ticket's layer has what it stores of a tensor."""
         return "weight" if self.kind == "trained" else self.attribute(tensor, "mask")

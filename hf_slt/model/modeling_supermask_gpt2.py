@@ -11,6 +11,7 @@ is, in a ticket (`config.state == "ticket"`) or while it learns (`"scores"`), is
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import ClassVar
 
 import torch
@@ -272,7 +273,8 @@ class SupermaskGPT2LMHeadModel(SupermaskGPT2PreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs,
     ) -> CausalLMOutputWithPast:
-        with self.transformer.wte.made_once():
+        tied = self.config.tie_word_embeddings
+        with self.transformer.wte.made_once() if tied else nullcontext():
             outputs = self.transformer(
                 input_ids,
                 past_key_values=past_key_values,
@@ -285,10 +287,9 @@ class SupermaskGPT2LMHeadModel(SupermaskGPT2PreTrainedModel, GenerationMixin):
             )
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             hidden_states = outputs.last_hidden_state[:, kept, :]
-            if self.config.tie_word_embeddings:
-                logits = self.transformer.wte(hidden_states, unembed=True)
-            else:
-                logits = self.lm_head(hidden_states)
+            logits = (
+                self.transformer.wte(hidden_states, unembed=True) if tied else self.lm_head(hidden_states)
+            )
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)

@@ -176,7 +176,7 @@ def test_the_paper_preset_runs_what_is_left_and_draws(tmp_path, monkeypatch, cap
         if len(launched) == 5:
             return subprocess.CompletedProcess(command, 3)
         words = command[command.index("--config") + 2 :]
-        tiny = "--n_layer 1 --n_embd 64 --n_head 1 --block_size 24 --batch_size 4 --steps 2".split()
+        tiny = "--n_layer 1 --n_embd 64 --n_head 1 --block_size 24 --max_steps 2".split()
         run = Run(parse_arguments([*words, *tiny]), study.corpus_of("recall", 8))
         study.train(run)
         run.finish()
