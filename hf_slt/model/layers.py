@@ -124,10 +124,6 @@ class SupermaskLayer(nn.Module):
         """Under which name a ticket's layer has what it stores of a tensor."""
         return "weight" if self.kind == "trained" else self.attribute(tensor, "mask")
 
-    def made_once(self) -> AbstractContextManager:
-        """Within this context all uses share what can be shared; a table that learns selects once."""
-        return nullcontext()
-
     def extra_repr(self) -> str:
         return f"{self.shape[0]}, {self.shape[1]}"
 
