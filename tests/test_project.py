@@ -22,6 +22,8 @@ README = (ROOT / "README.md").read_text()
 
 ROOMS = ("model", "sharing", "text", "training", "papers")  # each may use those before it
 HEIGHT = {name: height for height, name in enumerate(("options", *ROOMS, "__init__", "cli"))}
+# The library `evaluate` runs a copy of this file outside of the package, which it then must import.
+ALLOWED = {("hf_slt.text.evaluation", "hf_slt")}
 MODEL_MAY_USE = {"huggingface_hub", "numpy", "safetensors", "torch", "transformers"} | sys.stdlib_module_names
 
 
@@ -57,7 +59,7 @@ def faults(text: str, module: str) -> list[str]:
         above, line = height(name), f"{module}, line {node.lineno}: {name}"
         if name == "?":
             found.append(f"{line}: what is imported cannot be read here")
-        if above is not None and above > height(module):
+        if above is not None and above > height(module) and (module, name) not in ALLOWED:
             found.append(f"{line} is of a higher room")
         if not module.startswith("hf_slt.model."):
             continue

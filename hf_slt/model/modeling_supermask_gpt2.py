@@ -285,10 +285,8 @@ class SupermaskGPT2LMHeadModel(SupermaskGPT2PreTrainedModel, GenerationMixin):
                 **kwargs,
             )
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            hidden_states = outputs.last_hidden_state[:, kept, :]
-            logits = (
-                self.transformer.wte(hidden_states, unembed=True) if tied else self.lm_head(hidden_states)
-            )
+            hidden = outputs.last_hidden_state[:, kept, :]
+            logits = self.transformer.wte(hidden, unembed=True) if tied else self.lm_head(hidden)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)

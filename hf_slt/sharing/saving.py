@@ -58,12 +58,8 @@ def describe(model: Any, encoding: str = "packed") -> tuple[Header, dict[str, np
             if layer.kind != "trained":
                 drawn = known.get(tensor.name) or digest(tensor.draw())
                 entry = replace(entry, law=tensor.law, scale=tensor.scale, weight_sha256=drawn)
-            if (
-                layer.bits in BITS
-            ):  # as the file will give them back: rows that are new may not be rounded yet
-                data = dequantise(*quantise(data, layer.bits), data.shape, layer.bits)
             if data is not None:
-                if layer.bits in BITS:  # as they are stored; those of a trained ticket are
+                if layer.bits in BITS:  # as the file will give them back; new rows may not be rounded yet
                     data = dequantise(*quantise(data, layer.bits), tensor.shape, layer.bits)
                 arrays[tensor.name] = data
                 entry = replace(

@@ -281,11 +281,12 @@ class ScoresEmbedding(ScoresLayer, Embedding):
             self._shared = None
 
     def _product(self) -> Tensor:
-        if self._shared is None:
+        shared = self._shared  # another thread may end its own forward meanwhile
+        if shared is None:
             return super()._product()
-        if not self._shared:
-            self._shared.append(super()._product())
-        return self._shared[0]
+        if not shared:
+            shared.append(super()._product())
+        return shared[0]
 
 
 class ScoresHead(ScoresLayer, Head):
