@@ -1,25 +1,30 @@
 """hf_slt: a GPT-2 whose weights are never trained, a seed and a mask.
 
-Importing it registers the model with transformers' Auto classes.
+Importing it registers the model with transformers' Auto classes, and adds to the code that travels with a
+ticket what that is too short for: layers that learn, saving, pushing, merging.
 """
 
-import importlib
-import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-if TYPE_CHECKING:
-    from .configuration_supermask_gpt2 import SupermaskGPT2Config
-    from .mask_algebra import combine_tickets, compare_tickets
-    from .modeling_supermask_gpt2 import (
-        SupermaskGPT2ForSequenceClassification,
-        SupermaskGPT2LMHeadModel,
-        SupermaskGPT2Model,
-    )
-    from .ticket import TicketError, verify_ticket
+from .model.configuration_supermask_gpt2 import SupermaskGPT2Config
+from .model.modeling_supermask_gpt2 import (
+    SupermaskGPT2ForSequenceClassification,
+    SupermaskGPT2LMHeadModel,
+    SupermaskGPT2Model,
+)
+from .model.pretrained import TOOLS
+from .model.ticket import DECODERS, SLTError, TicketError
+from .sharing.entropy import decode_masks
+from .sharing.export import merge_and_unload, to_ternary
+from .sharing.hub import push_model
+from .sharing.mask_algebra import combine_tickets, compare_tickets, ticket_of_masks
+from .sharing.saving import save_pretrained, save_ticket
+from .sharing.verify import verify_ticket
+from .training.resizing import resize_token_embeddings  # and with it the layers that learn
 
 __version__ = "0.1.0"
 __all__ = [
+    "SLTError",
     "SupermaskGPT2Config",
     "SupermaskGPT2ForSequenceClassification",
     "SupermaskGPT2LMHeadModel",
@@ -27,52 +32,25 @@ __all__ = [
     "TicketError",
     "combine_tickets",
     "compare_tickets",
-    "register",
     "verify_ticket",
 ]
 
-_HOMES = {
-    "SupermaskGPT2Config": "configuration_supermask_gpt2",
-    "SupermaskGPT2ForSequenceClassification": "modeling_supermask_gpt2",
-    "SupermaskGPT2LMHeadModel": "modeling_supermask_gpt2",
-    "SupermaskGPT2Model": "modeling_supermask_gpt2",
-    "TicketError": "ticket",
-    "combine_tickets": "mask_algebra",
-    "compare_tickets": "mask_algebra",
-    "verify_ticket": "ticket",
+DECODERS["entropy"] = decode_masks
+TOOLS |= {
+    "from_mask_arrays": ticket_of_masks,
+    "merge_and_unload": merge_and_unload,
+    "push_to_hub": push_model,
+    "resize_token_embeddings": resize_token_embeddings,
+    "save_pretrained": save_pretrained,
+    "save_ticket": save_ticket,
+    "to_ternary": to_ternary,
 }
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
-
-
-def register() -> None:
-    """Make the model known to transformers' Auto classes; importing the package has done so."""
-    import transformers
-
-    config, modeling = (
-        importlib.import_module(f".{kind}_supermask_gpt2", __name__) for kind in ("configuration", "modeling")
-    )
-    config_class = config.SupermaskGPT2Config
-    transformers.AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
-    # Named for the Hub as well: the code travels with every save, for trust_remote_code.
-    config_class.register_for_auto_class()
-    for auto, model in (
-        (transformers.AutoModel, modeling.SupermaskGPT2Model),
-        (transformers.AutoModelForCausalLM, modeling.SupermaskGPT2LMHeadModel),
-        (transformers.AutoModelForSequenceClassification, modeling.SupermaskGPT2ForSequenceClassification),
-    ):
-        auto.register(config_class, model, exist_ok=True)
-        model.register_for_auto_class(auto.__name__)
-
-
-# The `slt` command reads files without torch, which takes seconds to import, and registers when it must.
-if Path(sys.argv[0] if sys.argv else "").name not in ("slt", "slt.exe"):
-    register()
+AutoConfig.register(SupermaskGPT2Config.model_type, SupermaskGPT2Config)
+SupermaskGPT2Config.register_for_auto_class()  # for the Hub as well: the code travels with every save
+for _auto, _model in (
+    (AutoModel, SupermaskGPT2Model),
+    (AutoModelForCausalLM, SupermaskGPT2LMHeadModel),
+    (AutoModelForSequenceClassification, SupermaskGPT2ForSequenceClassification),
+):
+    _auto.register(SupermaskGPT2Config, _model)
+    _model.register_for_auto_class(_auto.__name__)

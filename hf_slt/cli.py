@@ -1,7 +1,7 @@
-"""The `slt` command: what one does with a ticket that is there.
+"""The `slt` command: what one does with a ticket that is there. Words in, calls out.
 
-A command imports what it needs when it runs: help and everything that only reads files start at once,
-without torch. What goes wrong is one line on stderr and exit code 1.
+A command imports what it needs when it runs, so that help does not wait for torch. What goes wrong is one
+line on stderr and exit code 1; `slt --debug COMMAND ...` shows where it went wrong.
 """
 
 import argparse
@@ -12,14 +12,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from . import __version__
+from .model.ticket import SLTError
+from .options import OptionParser
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; 0 if that went well, 1 with one line on stderr if not, 130 if interrupted."""
-    words = sys.argv[1:] if arguments is None else arguments
+    args = build_parser().parse_args(arguments)
     try:
-        if words[:1] == ["evaluate"]:  # has a parser of its own, which needs torch
-            return _evaluate(words[1:])
-        args = build_parser().parse_args(words)
         return args.run(args) or 0
     except BrokenPipeError:  # the reader has seen enough, as in `slt inspect ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -28,8 +29,8 @@ def main(arguments: list[str] | None = None) -> int:
         print("slt: interrupted", file=sys.stderr)
         return 130
     except Exception as error:
-        if not isinstance(error, (OSError, ValueError, RuntimeError, ImportError)) and not _of_network(error):
-            raise  # a fault of ours
+        if args.debug:
+            raise
         print(f"slt: {_one_line(error)}", file=sys.stderr)
         return 1
 
@@ -42,7 +43,9 @@ def _one_line(error: BaseException) -> str:
         return f"{what} The connection failed or was cut ({str(cause) or type(cause).__name__}); try again"
     if type(error).__module__.startswith("huggingface_hub"):
         return _explain_refusal(error) or " ".join(lines)
-    return lines[0]
+    if isinstance(error, (SLTError, OSError)):
+        return lines[0]
+    return f"{type(error).__name__}: {lines[0]} (slt --debug shows where)"
 
 
 def _explain_refusal(error: Any) -> str | None:
@@ -67,61 +70,80 @@ def _of_network(error: BaseException) -> bool:
     return type(error).__module__.startswith("httpx")
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> OptionParser:
     """The words that `slt` understands."""
-    parser = argparse.ArgumentParser(
+    parser = OptionParser(
         "slt",
         description="Look at, check, convert, share and run tickets. A TICKET is a folder or a Hub name.",
     )
-    parser.add_argument("--version", action="version", version=_version())
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    parser.add_argument("--version", action="version", version=f"hf_slt {__version__}")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of what goes wrong")
+    parser.set_defaults(run=lambda _: parser.print_help())
+    commands = parser.add_subparsers(metavar="COMMAND")
 
     def command(name: str, run: Callable[[argparse.Namespace], int | None], help: str) -> Any:
         one = commands.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
         one.set_defaults(run=run)
         return one
 
-    def ticket(one: argparse.ArgumentParser, name: str = "ticket", **options: Any) -> None:
+    def ticket(one: OptionParser, name: str = "ticket", **options: Any) -> None:
         one.add_argument(name, metavar=name.upper(), help="folder, mask file or Hub name", **options)
 
-    def remote(one: argparse.ArgumentParser) -> None:
-        one.add_argument("--revision", help="branch, tag or commit on the Hub (default: main)")
-        one.add_argument("--token", help="token of the Hub (default: as of `hf auth login`)")
+    def token(one: OptionParser) -> None:
+        one.add_argument("--token", help="token of the Hub; by default that of `hf auth login`")
 
-    one = command("inspect", inspect, "what is in a ticket: tensors, densities, bytes, digests")
+    def remote(one: OptionParser) -> None:
+        one.add_argument("--revision", help="branch, tag or commit on the Hub; main by default")
+        token(one)
+
+    def text(one: OptionParser) -> None:
+        one.add_argument("model", metavar="MODEL", help="ticket, local folder or Hub name of a causal LM")
+        files = (
+            "text, JSON lines or Parquet, or glob patterns; by default the embedded corpus, validation part"
+        )
+        one.add_argument("--files", nargs="+", metavar="FILE", help=files)
+        one.add_argument("--text_column", default="text", help="column that holds the text")
+        one.add_argument("--tokenizer", help="tokenizer, if it does not lie beside the model")
+
+    def number(one: OptionParser, name: str, help: str, default: Any = None, kind: type = int) -> None:
+        one.add_argument(f"--{name}", metavar="N", type=kind, default=default, help=help)
+
+    def choice(one: OptionParser, name: str, help: str, choices: str, default: Any = None) -> None:
+        one.add_argument(f"--{name}", choices=choices.split(), default=default, help=help)
+
+    def flag(one: OptionParser, name: str, help: str) -> None:
+        one.add_argument(f"--{name}", action="store_true", help=help)
+
+    device, dtype = "where to compute: cpu, cuda, mps", "numbers to compute with; auto: as saved"
+    encoding = "one bit a weight, or the entropy of the masks"
+
+    one = command("inspect", inspect, "show what is in a ticket: tensors, densities, bytes, digests")
     ticket(one)
-    one.add_argument("--json", action="store_true", help="print one JSON object")
-    one.add_argument(
-        "--figure", metavar="FILE", help="draw the masks, and what rows and columns keep, to FILE"
-    )
+    flag(one, "json", "print one JSON object")
+    one.add_argument("--figure", metavar="FILE", help="draw masks and what rows and columns keep to FILE")
     remote(one)
 
-    one = command(
-        "verify", verify, "check every mask, every weight and the configuration against their digests"
-    )
+    one = command("verify", verify, "check masks, weights and configuration against their digests")
     ticket(one)
-    one.add_argument(
-        "--no-weights", action="store_true", help="do not draw the weights again: quick, but less"
-    )
+    flag(one, "no_weights", "do not draw the weights again: quick, but less")
     remote(one)
 
     one = command("diff", diff, "compare two tickets: overlap and distance of their masks")
     ticket(one, "one")
     ticket(one, "other")
-    one.add_argument("--json", action="store_true", help="print one JSON object")
+    flag(one, "json", "print one JSON object")
 
-    one = command("combine", combine, "make a ticket of the masks of several on the same random weights")
-    one.add_argument(
-        "how", choices=["intersection", "union", "majority"], help="what is kept: by all, any, most"
-    )
+    one = command("combine", combine, "make one ticket of the masks of several on the same random weights")
+    ways = ["intersection", "union", "majority"]
+    one.add_argument("how", choices=ways, help="keep what all of them keep, any, or most")
     ticket(one, "tickets", nargs="+")
     one.add_argument("--output", metavar="DIR", required=True, help="folder of the new ticket")
-    _add_encoding(one, "packed")
+    choice(one, "encoding", encoding, "packed entropy", "packed")
 
     one = command("pack", pack, "store the masks of a ticket in another encoding, without loss")
     one.add_argument("ticket", metavar="DIR", help="folder of the ticket")
-    _add_encoding(one, None)
-    one.add_argument("--output", metavar="DIR", help="folder of the new ticket (default: in place)")
+    choice(one, "encoding", encoding + "; as it is by default", "packed entropy")
+    one.add_argument("--output", metavar="DIR", help="folder of the new ticket; the same one by default")
 
     one = command("merge", merge, "write a ticket as a stock GPT-2 checkpoint, which needs no code of ours")
     ticket(one)
@@ -130,93 +152,50 @@ def build_parser() -> argparse.ArgumentParser:
 
     one = command("generate", generate, "go on with a text, word by word")
     ticket(one)
-    one.add_argument("--prompt", default="", help="the text to go on with (default: none)")
-    one.add_argument("--tokens", type=int, default=100, help="tokens to add, at most (default: 100)")
-    one.add_argument("--greedy", action="store_true", help="the likeliest token always, not a random one")
-    one.add_argument("--temperature", type=float, default=1.0, help="of the draw (default: 1)")
-    one.add_argument("--top-k", type=int, default=40, help="draw from this many (default: 40)")
-    one.add_argument("--seed", type=int, default=0, help="of the draw (default: 0)")
+    one.add_argument("--prompt", default="", help="the text to go on with; none by default")
+    number(one, "max_new_tokens", "tokens to add, at most", 100)
+    flag(one, "greedy", "always take the likeliest token, draw none")
+    number(one, "temperature", "above 1 draws more wildly", 1.0, float)
+    number(one, "top_k", "draw from this many likeliest tokens", 40)
+    number(one, "seed", "seed of the draw", 0)
     one.add_argument("--mask", metavar="TICKET", help="use the mask of another ticket on the same weights")
-    one.add_argument("--device", default="cpu", help="such as cpu, cuda or mps (default: cpu)")
-    one.add_argument("--dtype", default="auto", help="such as float32 or bfloat16 (default: as saved)")
+    one.add_argument("--device", default="cpu", help=device)
+    one.add_argument("--dtype", default="auto", help=dtype)
     remote(one)
 
-    command(
-        "evaluate",
-        lambda _: _evaluate([]),
-        "loss, perplexity and bits per byte on text; see `slt evaluate --help`",
-    )
+    one = command("evaluate", evaluate, "measure loss, perplexity and bits per byte of a model on text")
+    text(one)
+    number(one, "block_size", "inputs in a window; at most 1024 by default")
+    number(one, "stride", "tokens a window advances; half of it by default")
+    number(one, "batch_size", "windows at a time", 4)
+    one.add_argument("--device", default="cpu", help=device)
+    one.add_argument("--dtype", default="auto", help=dtype)
+    flag(one, "json", "print one JSON object, and no progress bar")
 
-    one = command("curvature", curvature, "how much the loss bends along each block of each layer's weights")
-    one.add_argument("model", metavar="MODEL", help="ticket, local folder or Hub name of a GPT-2")
-    one.add_argument(
-        "--space",
-        choices=["weight", "score"],
-        default="weight",
-        help="over weights, or over the scores that are trained (default: weight)",
-    )
-    one.add_argument(
-        "--layer-norm",
-        choices=["keep", "remove", "both"],
-        default="both",
-        help="with LayerNorm, without it, or side by side (default: both)",
-    )
-    one.add_argument("--probes", type=int, default=20, help="random vectors for a block (default: 20)")
-    one.add_argument("--seed", type=int, default=0, help="of the probes (default: 0)")
-    one.add_argument(
-        "--file",
-        nargs="+",
-        metavar="FILE",
-        help="text, JSON lines or Parquet (default: validation part of the embedded corpus)",
-    )
-    one.add_argument("--text-column", default="text", help="column of the text (default: text)")
-    one.add_argument("--tokenizer", help="tokenizer, if it does not lie beside the model")
-    one.add_argument("--sequences", type=int, default=4, help="blocks of text to take (default: 4)")
-    one.add_argument("--block-size", type=int, help="tokens in a block (default: up to 64)")
-    one.add_argument("--device", default="cpu", help="such as cpu or cuda (default: cpu)")
-    one.add_argument(
-        "--dtype", choices=["float32", "float64"], default="float32", help="to compute in (default: float32)"
-    )
-    one.add_argument(
-        "--json",
-        action="store_true",
-        help="print one JSON object, with both parts of each Hessian and their traces",
-    )
-    one.add_argument(
-        "--eigenvalues",
-        action="store_true",
-        help="with --json: extreme eigenvalues as well, in several times the time",
-    )
-    one.add_argument("--figure", metavar="PATH", help="draw the table to PATH")
+    one = command("curvature", curvature, "measure how the loss bends along each block of a GPT-2's weights")
+    text(one)
+    choice(one, "space", "over weights, or over the scores that are trained", "weight score", "weight")
+    choice(one, "layer_norm", "with LayerNorm, without it, or side by side", "keep remove both", "both")
+    number(one, "probes", "random vectors for each block", 20)
+    number(one, "seed", "seed of these vectors", 0)
+    number(one, "sequences", "blocks of text to take", 4)
+    number(one, "block_size", "tokens in a block; at most 64 by default")
+    one.add_argument("--device", default="cpu", help=device)
+    choice(one, "dtype", "numbers to compute with", "float32 float64", "float32")
+    flag(one, "json", "print one JSON object, with both parts of each Hessian and their traces")
+    flag(one, "eigenvalues", "with --json: extreme eigenvalues too, in several times the time")
+    one.add_argument("--figure", metavar="FILE", help="draw the table to FILE")
 
     one = command("push", push, "upload a ticket to the Hub: masks, configuration, code, tokenizer and card")
     one.add_argument("ticket", metavar="DIR", help="folder of the ticket")
-    one.add_argument(
-        "repo", metavar="REPO", help="name on the Hub, such as me/ticket; made if it is not there"
-    )
+    one.add_argument("repo", metavar="REPO", help="name on the Hub, such as me/ticket; made if not there")
     one.add_argument("--private", action="store_true", default=None, help="if it is made: not for the public")
-    one.add_argument("--revision", help="branch to push to (default: main)")
+    one.add_argument("--revision", help="branch to push to; main by default")
     one.add_argument("--message", help="commit message")
-    one.add_argument("--create-pr", action="store_true", help="open a pull request instead")
-    one.add_argument("--token", help="token of the Hub (default: as of `hf auth login`)")
-    _add_encoding(one, None)
+    flag(one, "create_pr", "open a pull request instead")
+    token(one)
+    choice(one, "encoding", encoding + "; as it is by default", "packed entropy")
     return parser
-
-
-def _version() -> str:
-    from . import __version__
-
-    return f"hf_slt {__version__}"
-
-
-def _add_encoding(parser: argparse.ArgumentParser, default: str | None) -> None:
-    parser.add_argument(
-        "--encoding",
-        choices=["packed", "entropy"],
-        default=default,
-        help="one bit a weight, or near the entropy of the masks (default: "
-        + (f"{default})" if default else "as it is)"),
-    )
 
 
 # -- commands that need no torch ----------------------------------------------------------------------
@@ -224,39 +203,33 @@ def _add_encoding(parser: argparse.ArgumentParser, default: str | None) -> None:
 
 def inspect(args: argparse.Namespace) -> None:
     """Print what a ticket says of itself; nothing is drawn, and only a figure reads the masks."""
-    from .hub import fetch_ticket, measure_size
-    from .ticket import mask_path, read_header
+    from .model.ticket import read_header
+    from .sharing.card import entropy_bits, measure_size
+    from .sharing.hub import fetch_ticket
+    from .sharing.verify import mask_path
 
     folder = fetch_ticket(args.ticket, revision=args.revision, token=args.token)
     path = mask_path(folder)
     header = read_header(path)
     size = measure_size(folder, header)
     if args.figure:
-        from .plots import plot_masks
-        from .ticket import read_masks
+        from .model.ticket import read_ticket
+        from .sharing.plots import plot_masks
 
-        plot_masks(
-            read_masks(path, header), args.figure, title=f"{folder.resolve().name}, seed {header.seed}"
-        )
+        title = f"{folder.resolve().name}, seed {header.seed}"
+        plot_masks(read_ticket(path).masks(), args.figure, title=title)
     if args.json:
+        shown = "shape law scale size kept weight_sha256 data_sha256"
         tensors = {
-            name: {
-                "shape": entry.shape, "law": entry.law, "scale": entry.scale, "size": entry.size,
-                "kept": entry.kept, "entropy_bits": entry.entropy_bits, "weight_sha256": entry.weight_sha256,
-                "data_sha256": entry.data_sha256,
-            }
+            name: {**_some(entry, shown), "entropy_bits": entropy_bits(entry)}
             for name, entry in header.tensors.items()
-        }  # fmt: skip
-        facts = {
-            name: getattr(header, name)
-            for name in "seed generator rule density encoding format_version mask_digest config".split()
         }
+        facts = _some(header, "seed generator rule density encoding format_version mask_digest config")
         print(json.dumps({"file": str(path), **facts, "bytes": size, "tensors": tensors}, indent=1))
         return
     print(f"{path}: {header.encoding}, format {header.format_version}, mask digest {header.mask_digest}")
-    print(
-        f"seed {header.seed}, generator {header.generator}, rule {header.rule}, density {header.density:g}\n"
-    )
+    print(f"seed {header.seed}, generator {header.generator}, rule {header.rule}", end=", ")
+    print(f"density {header.density:g}\n")
     rows = [
         (
             name,
@@ -265,7 +238,7 @@ def inspect(args: argparse.Namespace) -> None:
             f"{entry.scale:.4g}" if entry.scale is not None else "",
             f"{entry.size if entry.kept is None else entry.kept:,}",
             f"{1 if entry.kept is None else entry.kept / entry.size:.4f}",
-            f"{entry.entropy_bits / entry.size:.4f}" if entry.masked else "",
+            f"{entropy_bits(entry) / entry.size:.4f}" if entry.masked else "",
             (entry.weight_sha256 or "")[:8],
             (entry.data_sha256 or "")[:8],
         )
@@ -284,47 +257,34 @@ def inspect(args: argparse.Namespace) -> None:
 
 def verify(args: argparse.Namespace) -> int:
     """Print one line for each fault, or that there is none."""
-    from .hub import fetch_ticket
-    from .ticket import find_faults, mask_path, read_header
+    from .model.ticket import read_header
+    from .sharing.hub import fetch_ticket
+    from .sharing.verify import find_faults, mask_path
 
     folder = fetch_ticket(args.ticket, revision=args.revision, token=args.token)
-    faults = 0
-    for fault in find_faults(folder, weights=not args.no_weights):
+    faults = list(find_faults(folder, weights=not args.no_weights))
+    for fault in faults:
         print(f"slt: {fault}", file=sys.stderr)
-        faults += 1
     if not faults:
         what = "masks and configuration" if args.no_weights else "masks, weights and configuration"
         print(f"{args.ticket}: {what} as they should be, digest {read_header(mask_path(folder)).mask_digest}")
-    return int(faults > 0)
+    return int(bool(faults))
 
 
 def diff(args: argparse.Namespace) -> int:
     """Print how two masks of one backbone differ, or how their backbones do."""
-    from .hub import fetch_ticket
-    from .mask_algebra import compare_tickets
+    from .sharing.hub import fetch_ticket
+    from .sharing.mask_algebra import compare_tickets
 
     found = compare_tickets(fetch_ticket(args.one), fetch_ticket(args.other))
     if args.json:
-        facts = {
-            name: {
-                "size": one.size, "kept": one.kept, "both": one.both, "hamming": one.hamming,
-                "overlap": one.overlap, "chance": one.chance,
-            }
-            for name, one in found.items()
-        }  # fmt: skip
+        facts = {name: _some(one, "size kept both hamming overlap chance") for name, one in found.items()}
         print(json.dumps(facts, indent=1))
         return 0
     rows = [
-        (
-            name,
-            f"{one.size:,}",
-            f"{one.kept[0]:,}",
-            f"{one.kept[1]:,}",
-            f"{one.hamming:,}",
-            f"{one.hamming / one.size:.4f}",
-            f"{one.overlap:.4f}",
-            f"{one.chance:.4f}",
-        )
+        [name]
+        + [f"{count:,}" for count in (one.size, *one.kept, one.hamming)]
+        + [f"{share:.4f}" for share in (one.hamming / one.size, one.overlap, one.chance)]
         for name, one in sorted(found.items(), key=lambda item: (item[0] == "all", _in_order_of_blocks(item)))
     ]
     _print_table("tensor weights one other differ share overlap chance".split(), rows)
@@ -334,8 +294,8 @@ def diff(args: argparse.Namespace) -> int:
 
 def combine(args: argparse.Namespace) -> None:
     """Write a ticket that keeps what all, any or most of several keep."""
-    from .hub import fetch_ticket
-    from .mask_algebra import combine_tickets
+    from .sharing.hub import fetch_ticket
+    from .sharing.mask_algebra import combine_tickets
 
     folders = [fetch_ticket(one) for one in args.tickets]
     header = combine_tickets(folders, args.how, args.output, encoding=args.encoding)
@@ -344,7 +304,9 @@ def combine(args: argparse.Namespace) -> None:
 
 def pack(args: argparse.Namespace) -> None:
     """Store the masks of a folder in another encoding."""
-    from .ticket import mask_path, read_header, rewrite_ticket
+    from .model.ticket import read_header
+    from .sharing.saving import rewrite_ticket
+    from .sharing.verify import mask_path
 
     before = mask_path(args.ticket)
     size = before.stat().st_size if before.exists() else 0
@@ -356,20 +318,14 @@ def pack(args: argparse.Namespace) -> None:
 
 def push(args: argparse.Namespace) -> None:
     """Upload a folder, and print the address."""
-    from .hub import push_ticket
+    from .sharing.hub import push_ticket
 
-    print(
-        push_ticket(
-            args.ticket,
-            args.repo,
-            encoding=args.encoding,
-            private=args.private,
-            revision=args.revision,
-            commit_message=args.message,
-            create_pr=args.create_pr,
-            token=args.token,
-        )
-    )
+    options = _some(args, "encoding private revision create_pr token")
+    print(push_ticket(args.ticket, args.repo, commit_message=args.message, **options))
+
+
+def _some(source: Any, names: str) -> dict[str, Any]:
+    return {name: getattr(source, name) for name in names.split()}
 
 
 def _in_order_of_blocks(item: tuple[str, Any]) -> list[tuple[int, str]]:
@@ -391,8 +347,8 @@ def merge(args: argparse.Namespace) -> None:
     """Write the masked weights as stock GPT-2, with the tokenizer if there is one."""
     import shutil
 
-    from .files import staged
-    from .hub import TOKENIZER_FILES, fetch_ticket
+    from .sharing.files import staged
+    from .sharing.hub import TOKENIZER_FILES, fetch_ticket
 
     folder = fetch_ticket(args.ticket, revision=args.revision, token=args.token)
     stock = _load_model(folder).merge_and_unload()
@@ -408,7 +364,7 @@ def generate(args: argparse.Namespace) -> None:
     """Print text as it comes."""
     from transformers import AutoTokenizer, TextStreamer, set_seed
 
-    from .hub import fetch_ticket
+    from .sharing.hub import fetch_ticket
 
     folder = fetch_ticket(args.ticket, revision=args.revision, token=args.token)
     options = {"mask": fetch_ticket(args.mask)} if args.mask else {}
@@ -417,15 +373,14 @@ def generate(args: argparse.Namespace) -> None:
     ids = tokenizer(args.prompt or tokenizer.bos_token, return_tensors="pt").input_ids
     room = model.config.n_positions - ids.shape[1]
     if room < 1:
-        raise ValueError(
-            f"the prompt has {ids.shape[1]} tokens; the model takes {model.config.n_positions - 1} at most"
-        )
+        most = model.config.n_positions - 1
+        raise SLTError(f"the prompt has {ids.shape[1]} tokens, the model takes {most} at most; shorten it")
     set_seed(args.seed)
     drawing = {} if args.greedy else {"temperature": args.temperature, "top_k": args.top_k}
     model.generate(
         ids.to(args.device),
         attention_mask=ids.new_ones(ids.shape).to(args.device),
-        max_new_tokens=min(args.tokens, room),
+        max_new_tokens=min(args.max_new_tokens, room),
         do_sample=not args.greedy,
         pad_token_id=tokenizer.eos_token_id,
         streamer=TextStreamer(tokenizer, skip_special_tokens=True),
@@ -433,57 +388,50 @@ def generate(args: argparse.Namespace) -> None:
     )
 
 
+def evaluate(args: argparse.Namespace) -> None:
+    """Print the measures of a model on text."""
+    from datasets import disable_progress_bars
+    from transformers.utils import logging
+
+    from .text.evaluation import evaluate_saved
+
+    disable_progress_bars()  # of reading and loading; ours tells how long it takes
+    logging.disable_progress_bar()
+    options = _some(args, "text_column tokenizer device dtype block_size stride batch_size")
+    measures = evaluate_saved(args.model, args.files, **options, progress=not args.json)
+    shown = "  ".join(f"{name} {value:.6g}" for name, value in measures.items())
+    print(json.dumps(measures) if args.json else shown)
+
+
 def curvature(args: argparse.Namespace) -> None:
     """Print Hessian norms, layers by blocks, and the ratio of value to query."""
     import torch
     from transformers.utils import logging
 
-    from .curvature_advice import format_report, measure_saved, plot_report, report_facts
+    from .papers.curvature_report import format_report, measure_saved, plot_report, report_facts
 
     logging.disable_progress_bar()  # of loading; ours tells how long it takes
     report = measure_saved(
         args.model,
-        args.file,
-        text_column=args.text_column,
-        tokenizer=args.tokenizer,
-        sequences=args.sequences,
-        block_size=args.block_size,
-        layer_norm=args.layer_norm,
-        device=args.device,
+        args.files,
+        **_some(args, "text_column tokenizer sequences block_size layer_norm device space probes seed"),
         dtype=getattr(torch, args.dtype),
-        space=args.space,
-        probes=args.probes,
-        seed=args.seed,
         parts=args.json,
         eigenvalues=args.json and args.eigenvalues,
         progress=not args.json,
     )
     if args.figure:
         plot_report(report, args.figure, title=f"{args.model}: curvature by layer and block")
-    print(
-        json.dumps({"model": args.model, **report_facts(report)}, indent=1)
-        if args.json
-        else format_report(report)
-    )
+    facts = {"model": args.model, **report_facts(report)}
+    print(json.dumps(facts, indent=1) if args.json else format_report(report))
 
 
 def _load_model(folder: Path, **options: Any) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    from . import register
-
-    register()
     logging.disable_progress_bar()
     return AutoModelForCausalLM.from_pretrained(folder, **options)
-
-
-def _evaluate(words: list[str]) -> int:
-    from . import register
-    from .evaluation import main as evaluate
-
-    register()
-    return evaluate(words, "slt evaluate")
 
 
 if __name__ == "__main__":

@@ -7,8 +7,9 @@
 seconds. A ratio is ours over theirs: below 1 is less time, memory or bytes than the baseline. An existing
 JSON file is updated: rows that were measured replace their predecessors, the others stay.
 
-`--only ternary` is apart from the table: ways to run a ticket of weights {-c, 0, +c} below the cost of
-dense float32.
+Apart from the table are `--only tricks`, what each speed trick of the training step is worth, switched off
+alone (a ratio above 1 is what it saves); and `--only ternary`, ways to run a ticket of weights {-c, 0, +c}
+below the cost of dense float32.
 """
 
 import argparse
@@ -25,9 +26,10 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -36,14 +38,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm.auto import tqdm
 from transformers import GPT2LMHeadModel
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import logging
 
 from hf_slt import SupermaskGPT2Config, SupermaskGPT2LMHeadModel
-from hf_slt.files import replacing
-from hf_slt.layers import SupermaskEmbedding, SupermaskLayer, SupermaskLinear
-from hf_slt.masking import Selector
-from hf_slt.random_weights import draw
-from hf_slt.training import dense_twin
+from hf_slt.model.layers import LOSSES, Embedding
+from hf_slt.model.random_weights import draw
+from hf_slt.sharing.files import replacing
+from hf_slt.training import scores
+from hf_slt.training.run import dense_twin
+from hf_slt.training.scores import ScoresEmbedding, ScoresLayer, ScoresLinear
+from hf_slt.training.selection import keep_largest
 
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 TINY = {"n_layer": 2, "n_embd": 128, "n_head": 4, "vocab_size": 2048}
@@ -87,9 +92,9 @@ def interleaved(functions: list[Callable], repeats: int) -> list[float]:
 # -- what is compared -----------------------------------------------------------------------------------
 
 
-def training_step(model: nn.Module, tokens: int, accumulation: int = 1) -> Callable[[], None]:
+def training_step(model: nn.Module, tokens: int, accumulation: int = 1, rows: int = 1) -> Callable[[], None]:
     optimizer = torch.optim.AdamW(model.train().parameters(), weight_decay=0.0)
-    ids = torch.arange(tokens).remainder(model.config.vocab_size).view(1, -1)
+    ids = torch.arange(rows * tokens).remainder(model.config.vocab_size).view(rows, -1)
 
     def step() -> None:
         for _ in range(accumulation):
@@ -121,24 +126,21 @@ class Popup(torch.autograd.Function):
         return grad, None
 
 
-class PopupLinear(SupermaskLinear):
+class PopupLinear(ScoresLinear):
     def masked_weight(self) -> Tensor:
-        scores = [getattr(self, part.prefix + "scores") for part in self.parts]
-        return self.weight * torch.cat([Popup.apply(one.abs(), self.density) for one in scores], -1)
+        masks = [Popup.apply(scores.abs(), self.density) for scores in self.stored()]
+        return self.drawn * torch.cat(masks, -1)
 
 
-class PopupEmbedding(SupermaskEmbedding):
+class PopupEmbedding(ScoresEmbedding):
     masked_weight = PopupLinear.masked_weight
-
-    def forward(self, input: Tensor, unembed: bool = False) -> Tensor:
-        return (F.linear if unembed else F.embedding)(input, self.masked_weight())
 
 
 def edge_popup_twin(config: SupermaskGPT2Config) -> SupermaskGPT2LMHeadModel:
     model = SupermaskGPT2LMHeadModel(config)
     for layer in model.modules():
-        if isinstance(layer, SupermaskLayer):
-            layer.__class__ = PopupEmbedding if isinstance(layer, SupermaskEmbedding) else PopupLinear
+        if isinstance(layer, ScoresLayer):
+            layer.__class__ = PopupEmbedding if isinstance(layer, ScoresEmbedding) else PopupLinear
     return model
 
 
@@ -194,6 +196,47 @@ def memory_of_generation(folder: Path, kind: str, new: int) -> tuple[float, list
     quiet()
     step = generation(LOADERS[kind](folder), 1, new)
     return peak_bytes(step), step()[0].tolist()
+
+
+# -- what each trick of the training step is worth --------------------------------------------------------
+
+TRICK_SIZES = {
+    "nano": ({"n_layer": 4, "n_embd": 128, "n_head": 4, "vocab_size": 2048, "n_positions": 128}, 16),
+    "mini": ({"n_layer": 4, "n_embd": 512, "n_head": 8}, 1),
+}
+TRICKS: dict[str, list[tuple]] = {  # what stands in the place of what
+    "the loss in pieces": [(LOSSES, "scores", ForCausalLMLoss)],
+    "the gradient of scores in pieces": [(scores, "_times_in_pieces", scores._times)],
+    "rows of the table looked up alone": [(ScoresEmbedding, "forward", Embedding.forward)],
+    "a tied table masked once": [(ScoresEmbedding, "made_once", Embedding.made_once)],
+}
+
+
+@contextmanager
+def without(trick: str | None) -> Iterator[None]:
+    with ExitStack() as stack:
+        for owner, name, other in TRICKS.get(trick or "", ()):
+            patch = mock.patch.dict(owner, {name: other}) if isinstance(owner, dict) else None
+            stack.enter_context(patch or mock.patch.object(owner, name, other))
+        yield
+
+
+def trick_step(size: str, trick: str | None) -> Callable[[], None]:
+    shape, rows = TRICK_SIZES[size]
+    config = SupermaskGPT2Config(**NO_DROPOUT, **shape, bos_token_id=0, eos_token_id=0)
+    with without(trick):
+        model = SupermaskGPT2LMHeadModel(config)
+    step = training_step(model, min(1024, config.n_positions), rows=rows)
+
+    def patched() -> None:
+        with without(trick):
+            step()
+
+    return patched
+
+
+def memory_of_trick(size: str, trick: str | None) -> float:
+    return peak_bytes(trick_step(size, trick))
 
 
 # -- ways to run a ternary ticket -----------------------------------------------------------------------
@@ -362,7 +405,7 @@ class Benchmarks:
             return torch.from_numpy(values >= np.partition(values, -count)[-count])
 
         rivals = {"torch.sort": by_sort, "kthvalue": by_kthvalue, "numpy.partition": by_partition}
-        ways = [lambda: Selector().select(scores, count), *rivals.values()]
+        ways = [lambda: keep_largest(scores, count), *rivals.values()]
         masks = [way() for way in ways]  # the last two keep all ties
         assert torch.equal(masks[0], masks[1])
         ours, *theirs = interleaved(ways, min(3, self.repeats))
@@ -456,7 +499,7 @@ class Benchmarks:
                     statistics.median(interleaved([function], 2))
                     for function in (
                         step,
-                        lambda scores=scores: Selector().select(scores, len(scores) // 3, torch.abs),
+                        lambda scores=scores: keep_largest(scores, len(scores) // 3, torch.abs),
                         lambda folder=folder: SupermaskGPT2LMHeadModel.from_pretrained(folder),
                     )
                 ]
@@ -470,6 +513,15 @@ class Benchmarks:
         )
         details = {"weights": weights, "seconds": seconds, "exponents": exponents}
         return what, "linear growth", 1.05, [max(exponents.values()), 1.0], details
+
+    def tricks(self):
+        """Time and memory of a step without one trick, over those of the step with all."""
+        for size in TRICK_SIZES:
+            whole = in_fresh_process(memory_of_trick, size, None)
+            for trick in tqdm(TRICKS, f"tricks, {size}", leave=False):
+                pair = interleaved([trick_step(size, trick), trick_step(size, None)], self.repeats)
+                details = {"memory_ratio": in_fresh_process(memory_of_trick, size, trick) / whole}
+                yield f"{size}, {trick}", (f"{size}: without {trick}", "with it", None, pair, details)
 
     def ternary(self):
         """Ways to run a signed_constant ticket, with their memory and whether greedy tokens are the same."""
@@ -493,6 +545,7 @@ ROWS = (
     "step step_accum edge_popup step_memory select draw load first_token bytes generate_b1 generate_b8 "
     "generate_memory growth"
 ).split()
+APART = ("tricks", "ternary")
 
 
 def machine() -> str:
@@ -518,8 +571,8 @@ def measure(names: list[str], preset: str, repeats: int) -> Iterator[dict]:
     benchmarks = Benchmarks(preset, repeats)
     for name in tqdm(names, "benchmarks"):
         result = getattr(benchmarks, name)()
-        if name == "ternary":
-            yield from (as_row(f"ternary: {kind}", one, preset, repeats) for kind, one in result)
+        if name in APART:
+            yield from (as_row(f"{name}: {kind}", one, preset, repeats) for kind, one in result)
         else:
             yield as_row(name, result, preset, repeats)
 
@@ -530,8 +583,10 @@ def table(rows: list[dict]) -> str:
     for row in rows:
         reach = "" if row["reach"] is None else f"{row['reach']:.3g}"
         what, details = row["what"], row.get("details", {})
+        if "memory_ratio" in details:
+            what += f"; memory {details['memory_ratio']:.2f}"
         if "tokens" in details:
-            what += f"; memory {details['memory_ratio']:.2f}, greedy tokens {details['tokens']}"
+            what += f", greedy tokens {details['tokens']}"
         lines.append(f"| {what} | {row['baseline']} | {row['ratio']:.3f} | {reach} |")
     return "\n".join(lines)
 
@@ -576,10 +631,10 @@ def main() -> None:
     parser.add_argument(
         "--only",
         nargs="+",
-        choices=[*ROWS, "ternary"],
+        choices=[*ROWS, *APART],
         default=ROWS,
         metavar="ROW",
-        help=f"of {', '.join(ROWS)}; or ternary",
+        help=f"of {', '.join(ROWS)}; or {' or '.join(APART)}",
     )
     parser.add_argument("--repeats", type=int, default=5, help="timed repeats of each side (default: 5)")
     parser.add_argument("--json", type=Path, help="also write the rows to this file, or update it")

@@ -8,49 +8,120 @@ hessian_growth.png     one attention layer in closed form: Frobenius norm of eac
                        of the input, softmax and linear, without and with LayerNorm; slopes by window
 hessian_addition.png   a one-block GPT-2 on 5-digit addition against the norms the authors published
 hessian_scores.png     supermask GPT-2 over scores: are query, key and value even, and at which qk_scale?
-hessian_advice.png     does `advise` help? nano's shape with and without it, with and without LayerNorm
+hessian_advice.png     does it help to set scale and rates by curvature (`advise`)? nano's shape with and
+                       without, with and without LayerNorm
 
-Measured points go to a JSON file per figure as they come; a run that was cut short goes on from there.
+Records go to results/hessian_<preset>_<figure>.json as they come; a study cut short goes on from there.
 """
 
-import argparse
-import json
 import math
-import os
+import statistics
 import tempfile
-import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
-from functools import cache
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import pairwise, product
 from pydoc_data import topics
+from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # products with one probe are too small to share
-
-import matplotlib
 import numpy as np
+import studies
 import torch
-from tqdm import tqdm
-from transformers import GPT2Config, GPT2LMHeadModel
+from studies import Part, Point, Record, Study, geometric_mean, grid, group, line, panels, select
+from train_gpt2_slt import train
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from hf_slt import SupermaskGPT2Config, SupermaskGPT2LMHeadModel
-from hf_slt.arguments import Arguments, parse_arguments
-from hf_slt.attention_hessian import attention_hessian
-from hf_slt.curvature import block_curvature
-from hf_slt.curvature_advice import advise, attention_moments
-from hf_slt.data import load_blocks
-from hf_slt.files import replacing
-from hf_slt.monitoring import read_log
-from hf_slt.training import build_model, train
+from hf_slt.papers.attention_hessian import attention_hessian
+from hf_slt.papers.curvature import BLOCKS, block_curvature
+from hf_slt.text.blocks import load_blocks
+from hf_slt.training.arguments import Arguments, RunArguments
+from hf_slt.training.monitoring import attention_moments
+from hf_slt.training.run import Run, build_model
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+NORMS = {True: "LayerNorm", False: "no LayerNorm"}
 
-HERE = Path(__file__).parent
-FIGURES = ("growth", "addition", "scores", "advice")
-ADVICE = {"plain": (), "scale": ("qk_scale",), "rates": ("rate",), "both": ("qk_scale", "rate")}
+
+@dataclass(frozen=True)
+class Preset:
+    seeds: int
+    sigmas: int  # of growth, from 0.01 to 10
+    scales: tuple[float, ...]  # qk_scale, on the layers of head width 64
+    laws: tuple[str, ...]
+    steps: int  # of a training
+
+
+PRESETS = {
+    "quick": Preset(1, 13, (1.0, 1.5, 2.0, 2.83, 4.0, 5.0, 6.0), ("normal",), steps=100),
+    "full": Preset(3, 25, (1.0, 2.0, 2.83, 4.0, 6.0), ("normal", "signed_constant"), steps=300),
+}
+PROBES = 10
+
+
+# ---------------------------------------------------------------------------------------------------
+# Growth with the scale of the input
+
 PAIRS = ("qq", "kk", "qk", "qv", "kv", "vv")
+HALVES = {"outer": "-", "functional": "--"}  # of the Hessian, and their lines
 WINDOWS = ((0.01, 0.1), (1.0, 10.0))  # slopes are fitted in each; one line over both would mean nothing
+
+
+def points_growth(preset: Preset) -> list[Point]:
+    sigmas = np.geomspace(0.01, 10, preset.sigmas).tolist()
+    return grid(softmax=(True, False), layer_norm=(False, True), sigma=sigmas)
+
+
+def measure_growth(softmax: bool, layer_norm: bool, sigma: float, size: int = 8, seeds: int = 8) -> Record:
+    """Norms of every block, mean over seeds: X ~ N(0, sigma^2), weights N(0, 1/d), Y ~ N(0, 1)."""
+    norms = {half: dict.fromkeys(PAIRS, 0.0) for half in HALVES}
+    for seed in range(seeds):
+        generator = torch.Generator().manual_seed(seed)
+        X, Y, *weights = (torch.randn(size, size, generator=generator, dtype=torch.float64) for _ in range(5))
+        X = sigma * X
+        if layer_norm:  # without epsilon, which would bring the scale back where sigma^2 is near it
+            X = torch.nn.functional.layer_norm(X, (size,), eps=0.0)
+        H = attention_hessian(X, *[w / math.sqrt(size) for w in weights], Y, softmax=softmax)
+        for half, pair in product(HALVES, PAIRS):
+            norms[half][pair] += getattr(H, half)[tuple(pair)].norm().item() / seeds
+    return norms
+
+
+def slopes(records: list[Record], half: str, pair: str) -> list[float] | None:
+    """Log-log slope of a block against sigma in each window; None of a block that is zero."""
+    sigma, norm = np.array([(r["of"]["sigma"], r[half][pair]) for r in records]).T
+    if norm.min() == 0:
+        return None
+    inside = [(sigma > low * 0.999) & (sigma < high * 1.001) for low, high in WINDOWS]
+    return [round(float(np.polyfit(np.log(sigma[i]), np.log(norm[i]), 1)[0]), 4) for i in inside]
+
+
+def draw_growth(records: list[Record], preset: Preset, study: Study) -> dict[str, Any]:
+    figure, table = panels(2, 2, 11, 8.5, sharex=True)
+    found: dict[str, Any] = {}
+    for axes, (softmax, layer_norm) in zip(table.flat, product((True, False), (False, True)), strict=True):
+        points = select(records, softmax=softmax, layer_norm=layer_norm)
+        kind = f"{'softmax' if softmax else 'linear'} attention, {NORMS[layer_norm]}"
+        for (half, style), (place, pair) in product(HALVES.items(), enumerate(PAIRS)):
+            short = f"{pair} {'H_o' if half == 'outer' else 'H_f'}"
+            found[f"{kind}, {short}"] = fits = slopes(points, half, pair)
+            if fits:
+                shown = " / ".join(f"{round(slope, 2) + 0.0:.2f}" for slope in fits)  # no minus before a zero
+                curve = zip(*((r["of"]["sigma"], r[half][pair]) for r in points), strict=True)
+                axes.loglog(*curve, style, color=f"C{place}", label=f"{short}  {shown}")
+        axes.set(title=kind, ylabel="Frobenius norm")
+        axes.legend(fontsize=6.5, title="slopes, sigma .01-.1 / 1-10")
+        if layer_norm:  # flat lines: room for them and the legend
+            low, high = axes.get_ylim()
+            axes.set_ylim(low / 300, high * 10)
+    for axes in table[-1]:
+        axes.set_xlabel("sigma, scale of the input")
+    figure.suptitle("Hessian blocks of one attention layer against the scale of its input (L = d = 8)")
+    study.save(figure, "hessian_growth")
+    return {"slopes": found}
+
+
+# ---------------------------------------------------------------------------------------------------
+# The authors' setting
 
 # Frobenius norms that the authors measured, {(LayerNorm, sigma): (Q of H, Q of H_o, V of H)}.
 PUBLISHED = {
@@ -63,125 +134,8 @@ PUBLISHED = {
     (True, 1.13): (0.657, None, 0.410),
     (True, 10.0): (0.0661, None, 0.00591),
 }
-
-
-@dataclass(frozen=True)
-class Preset:
-    seeds: int
-    sigmas: tuple[float, ...]  # growth
-    probes: int
-    scales: tuple[float, ...]  # qk_scale, on the layers of head width 64
-    laws: tuple[str, ...]
-    widths: tuple[int, ...]  # of a query or key, beside 64
-    steps: int  # of a training
-
-
-PRESETS = {
-    "quick": Preset(
-        seeds=1,
-        sigmas=tuple(np.geomspace(0.01, 10, 13).tolist()),
-        probes=10,
-        scales=(1.0, 1.5, 2.0, 2.83, 4.0, 5.0, 6.0),
-        laws=("normal",),
-        widths=(16, 256),
-        steps=100,
-    ),
-    "full": Preset(
-        seeds=3,
-        sigmas=tuple(np.geomspace(0.01, 10, 25).tolist()),
-        probes=10,
-        scales=(1.0, 2.0, 2.83, 4.0, 6.0),
-        laws=("normal", "signed_constant"),
-        widths=(16, 256),
-        steps=300,
-    ),
-}
-
-
-# ---------------------------------------------------------------------------------------------------
-# (a) growth with the scale of the input
-
-
-def growth_point(softmax: bool, layer_norm: bool, sigma: float, size: int = 8, seeds: int = 8) -> dict:
-    """Norms of every block, mean over seeds: X ~ N(0, sigma^2), weights N(0, 1/d), Y ~ N(0, 1)."""
-    norms = {"outer": dict.fromkeys(PAIRS, 0.0), "functional": dict.fromkeys(PAIRS, 0.0)}
-    for seed in range(seeds):
-        generator = torch.Generator().manual_seed(seed)
-        X, Y, *weights = (torch.randn(size, size, generator=generator, dtype=torch.float64) for _ in range(5))
-        X = sigma * X
-        if layer_norm:  # without epsilon, which would bring the scale back where sigma^2 is near it
-            X = torch.nn.functional.layer_norm(X, (size,), eps=0.0)
-        H = attention_hessian(X, *[w / math.sqrt(size) for w in weights], Y, softmax=softmax)
-        for part, blocks in norms.items():
-            for pair in PAIRS:
-                blocks[pair] += getattr(H, part)[tuple(pair)].norm().item() / seeds
-    return norms
-
-
-def slopes(records: list[dict]) -> list[dict]:
-    """Log-log slope of every block in every window, for each kind of attention."""
-    found = []
-    for softmax in (True, False):
-        for layer_norm in (False, True):
-            points = [r for r in records if r["softmax"] == softmax and r["layer_norm"] == layer_norm]
-            for low, high in WINDOWS:
-                inside = [p for p in points if low * 0.999 <= p["sigma"] <= high * 1.001]
-                x = np.log([p["sigma"] for p in inside])
-                for part in ("outer", "functional"):
-                    for pair in PAIRS:
-                        y = np.array([p[part][pair] for p in inside])
-                        slope = round(float(np.polyfit(x, np.log(y), 1)[0]), 4) if y.min() > 0 else None
-                        found.append(
-                            {
-                                "softmax": softmax,
-                                "layer_norm": layer_norm,
-                                "window": [low, high],
-                                "part": part,
-                                "block": pair,
-                                "slope": slope,
-                            }
-                        )
-    return found
-
-
-def show(slope: float) -> str:
-    """Two digits, and no minus before a zero."""
-    return f"{round(slope, 2) + 0.0:.2f}"
-
-
-def draw_growth(records: list[dict], fits: list[dict], path: Path) -> None:
-    figure, axes = plt.subplots(2, 2, figsize=(11, 8.5), sharex=True, layout="constrained")
-    for row, softmax in zip(axes, (True, False), strict=True):
-        for axis, layer_norm in zip(row, (False, True), strict=True):
-            points = [r for r in records if r["softmax"] == softmax and r["layer_norm"] == layer_norm]
-            chosen = [f for f in fits if f["softmax"] == softmax and f["layer_norm"] == layer_norm]
-            slope = {(f["part"], f["block"], f["window"][0]): f["slope"] for f in chosen}
-            for part, style in (("outer", "-"), ("functional", "--")):
-                for colour, pair in enumerate(PAIRS):
-                    norms = [p[part][pair] for p in points]
-                    if min(norms) <= 0:
-                        continue
-                    ends = " / ".join(show(slope[part, pair, low]) for low, _ in WINDOWS)
-                    label = f"{pair} {'H_o' if part == 'outer' else 'H_f'}  {ends}"
-                    sigmas = [p["sigma"] for p in points]
-                    axis.loglog(sigmas, norms, style, color=f"C{colour}", label=label, lw=1.4)
-            kind = "softmax" if softmax else "linear"
-            axis.set_title(f"{kind} attention, {'LayerNorm' if layer_norm else 'no LayerNorm'}")
-            axis.legend(fontsize=6.5, title="slopes, sigma .01-.1 / 1-10", title_fontsize=6.5)
-            axis.grid(alpha=0.3)
-            axis.set_ylabel("Frobenius norm")
-            if layer_norm:  # flat lines: room for them and the legend
-                low, high = axis.get_ylim()
-                axis.set_ylim(low / 300, high * 10)
-    for axis in axes[-1]:
-        axis.set_xlabel("sigma, scale of the input")
-    figure.suptitle("Hessian blocks of one attention layer against the scale of its input (L = d = 8)")
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-
-
-# ---------------------------------------------------------------------------------------------------
-# (b) the authors' setting
+COLUMNS = (("q", "norm"), ("q", "norm_outer"), ("v", "norm"))  # of the table above
+SHORT = {"norm": "H", "norm_outer": "H_o"}
 
 
 def additions(count: int, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -196,19 +150,9 @@ def additions(count: int, seed: int = 0) -> dict[str, torch.Tensor]:
 
 def addition_model(sigma: float, seed: int = 0, width: int = 128) -> GPT2LMHeadModel:
     """One untrained block: weights N(0, (0.8 / sqrt(width))^2), token and position tables N(0, sigma^2)."""
-    config = GPT2Config(
-        n_layer=1,
-        n_embd=width,
-        n_head=1,
-        n_inner=512,
-        vocab_size=12,
-        n_positions=18,
-        activation_function="relu",
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    model = GPT2LMHeadModel(config)
+    shape = {"n_layer": 1, "n_embd": width, "n_head": 1, "n_inner": 512, "vocab_size": 12, "n_positions": 18}
+    plain = {"tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None}
+    model = GPT2LMHeadModel(GPT2Config(**shape, **plain, activation_function="relu"))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -218,76 +162,61 @@ def addition_model(sigma: float, seed: int = 0, width: int = 128) -> GPT2LMHeadM
     return model
 
 
-def addition_point(layer_norm: bool, sigma: float, seed: int, probes: int) -> dict:
-    """Norms of the query, key and value blocks; the published ones beside them."""
-    rows = block_curvature(
-        addition_model(sigma, seed),
-        additions(64, seed),
-        ("q", "k", "v"),
-        probes=probes,
-        seed=seed,
-        layer_norm="keep" if layer_norm else "remove",
-        eigenvalues=False,
-        dtype=torch.float64,
-    )
+def points_addition(preset: Preset) -> list[Point]:
+    sigmas = dict.fromkeys(sigma for _, sigma in PUBLISHED)
+    return grid(seed=range(preset.seeds), layer_norm=(False, True), sigma=sigmas, probes=[PROBES])
+
+
+def measure_addition(layer_norm: bool, sigma: float, seed: int, probes: int) -> Record:
+    """Norms of the query, key and value blocks."""
+    model, batch, how = addition_model(sigma, seed), additions(64, seed), "keep" if layer_norm else "remove"
+    exact: dict[str, Any] = {"layer_norm": how, "eigenvalues": False, "dtype": torch.float64}
+    rows = block_curvature(model, batch, ("q", "k", "v"), probes=probes, seed=seed, **exact)
     return {row.block: {"norm": row.norm, "norm_outer": row.norm_outer} for row in rows}
 
 
-def addition_ratios(records: list[dict]) -> list[dict]:
+def addition_ratios(records: list[Record]) -> list[dict[str, Any]]:
     """Geometric mean over seeds, divided by the published norm."""
     found = []
     for (layer_norm, sigma), published in PUBLISHED.items():
-        points = [r for r in records if r["layer_norm"] == layer_norm and r["sigma"] == sigma]
-        for (block, kind), theirs in zip(
-            (("q", "norm"), ("q", "norm_outer"), ("v", "norm")), published, strict=True
-        ):
+        points = select(records, layer_norm=layer_norm, sigma=sigma)
+        for (block, what), theirs in zip(COLUMNS, published, strict=True):
             if theirs is not None and points:
-                ours = math.exp(np.mean([math.log(p[block][kind]) for p in points]))
-                found.append(
-                    {
-                        "layer_norm": layer_norm,
-                        "sigma": sigma,
-                        "block": block,
-                        "what": kind,
-                        "ours": ours,
-                        "published": theirs,
-                        "ratio": round(ours / theirs, 3),
-                    }
-                )
+                ours = geometric_mean(r[block][what] for r in points)
+                where = {"layer_norm": layer_norm, "sigma": sigma, "block": block, "what": what}
+                norms = {"ours": ours, "published": theirs, "ratio": round(ours / theirs, 3)}
+                found.append({**where, **norms})
     return found
 
 
-def draw_addition(records: list[dict], ratios: list[dict], path: Path) -> None:
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
-    for axis, layer_norm in zip(axes, (False, True), strict=True):
-        points = [r for r in records if r["layer_norm"] == layer_norm]
-        sigmas = sorted({p["sigma"] for p in points})
-        for block, colour in (("q", "C0"), ("k", "C2"), ("v", "C3")):
-            for kind, style in (("norm", "-"), ("norm_outer", "--")):
-                means = [
-                    math.exp(np.mean([math.log(p[block][kind]) for p in points if p["sigma"] == sigma]))
-                    for sigma in sigmas
-                ]
-                label = f"{block}, {'H' if kind == 'norm' else 'H_o'}"
-                axis.loglog(sigmas, means, style, color=colour, label=label)
+def draw_addition(records: list[Record], preset: Preset, study: Study) -> dict[str, Any]:
+    figure, ((*row,),) = panels(1, 2, 11, 4.6)
+    ratios = addition_ratios(records)
+    colours = {"q": "C0", "k": "C2", "v": "C1"}
+    for axes, layer_norm in zip(row, (False, True), strict=True):
+        groups = group(select(records, layer_norm=layer_norm), "sigma")
+        for (block, colour), (what, short) in product(colours.items(), SHORT.items()):
+            means = [geometric_mean(r[block][what] for r in points) for points in groups.values()]
+            style = {"color": colour, "linestyle": "-" if what == "norm" else "--"}
+            axes.loglog(list(groups), means, label=f"{block}, {short}", **style)
+        markers = {"norm": "o", "norm_outer": "s"}
+        hollow: dict[str, Any] = {"markerfacecolor": "none", "markersize": 9, "linestyle": ""}
         for r in ratios:
             if r["layer_norm"] == layer_norm:
-                marker = "o" if r["what"] == "norm" else "s"
-                colour = "C0" if r["block"] == "q" else "C3"
-                axis.plot(r["sigma"], r["published"], marker, mfc="none", color=colour, ms=9)
-        axis.plot([], [], "ko", mfc="none", ms=9, label="published, H")
-        axis.plot([], [], "ks", mfc="none", ms=9, label="published, H_o")
-        axis.set(title="Pre-LN" if layer_norm else "no LayerNorm", xlabel="sigma, scale of the embeddings")
-        axis.legend(fontsize=8)
-        axis.grid(alpha=0.3)
-    axes[0].set_ylabel("Frobenius norm")
+                style = {"color": colours[r["block"]], "marker": markers[r["what"]]}
+                axes.plot(r["sigma"], r["published"], **style, **hollow)
+        for what, short in SHORT.items():
+            axes.plot([], [], color="black", marker=markers[what], label=f"published, {short}", **hollow)
+        axes.set(title=NORMS[layer_norm], xlabel="sigma, scale of the embeddings")
+        axes.legend()
+    row[0].set_ylabel("Frobenius norm")
     figure.suptitle("5-digit addition, one block of width 128: ours (lines) and the authors' (markers)")
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    study.save(figure, "hessian_addition")
+    return {"against_published": ratios}
 
 
 # ---------------------------------------------------------------------------------------------------
-# (c) scores of a supermask GPT-2
+# Scores of a supermask GPT-2
 
 
 def text_batch(count: int = 4, length: int = 64, seed: int = 0) -> torch.Tensor:
@@ -298,168 +227,200 @@ def text_batch(count: int = 4, length: int = 64, seed: int = 0) -> torch.Tensor:
     return torch.stack([torch.tensor(list(text[start : start + length])) for start in starts])
 
 
-def score_point(
+def points_scores(preset: Preset) -> list[Point]:
+    def points(n: int, law: str, layer_norm: bool) -> list[Point]:
+        # Where blocks are even moves with the width; the range of scales goes along.
+        scales = [round(scale * (n / 64) ** 0.25, 3) for scale in preset.scales]
+        same = {"law": [law], "layer_norm": [layer_norm], "n_qk": [n], "every_block": [n == 64]}
+        return grid(**same, seed=range(preset.seeds), qk_scale=scales, probes=[PROBES])
+
+    kinds = [(64, law, layer_norm) for law in preset.laws for layer_norm in (True, False)]
+    kinds += [(n, preset.laws[0], True) for n in (16, 256)]
+    return [point for kind in kinds for point in points(*kind)]
+
+
+def measure_scores(
     law: str, layer_norm: bool, qk_scale: float, n_qk: int, seed: int, probes: int, every_block: bool
-) -> dict:
+) -> Record:
     """Curvature over scores by block, geometric means over the layers of a 2-layer supermask GPT-2."""
-    config = SupermaskGPT2Config(
-        n_layer=2,
-        n_embd=128,
-        n_head=2,
-        n_qk=n_qk,
-        n_v=64,
-        vocab_size=256,
-        n_positions=64,
-        bos_token_id=None,
-        eos_token_id=None,
-        density=0.5,
-        law=law,
-        layer_norm=layer_norm,
-        qk_scale=qk_scale,
-        scale_with_width=True,
-        seed=seed,
-    )
-    model, batch = SupermaskGPT2LMHeadModel(config), text_batch(seed=seed)
-    blocks = ("q", "k", "v", "o", "fc", "proj", "embedding") if every_block else ("q", "k", "v")
+    shape = {"n_layer": 2, "n_embd": 128, "n_head": 2, "n_v": 64, "vocab_size": 256, "n_positions": 64}
+    plain = {"bos_token_id": None, "eos_token_id": None, "density": 0.5, "scale_with_width": True}
+    own = {"n_qk": n_qk, "law": law, "layer_norm": layer_norm, "qk_scale": qk_scale, "seed": seed}
+    model = SupermaskGPT2LMHeadModel(SupermaskGPT2Config(**shape, **plain, **own))
+    batch = text_batch(seed=seed)
+    blocks = BLOCKS if every_block else ("q", "k", "v")
     rows = block_curvature(model, batch, blocks, "score", probes, seed, eigenvalues=False)
-
-    def mean(values: Iterable[float]) -> float:
-        return math.exp(np.mean([math.log(max(value, 1e-300)) for value in values]))
-
-    return {
-        "rms": {b: mean(row.rms for row in rows if row.block == b) for b in blocks},
-        "mean_outer": {b: mean(row.mean_outer for row in rows if row.block == b) for b in blocks},
-        "spread": attention_moments(model, batch, relative=True).mean().item(),
+    means = {
+        what: {b: geometric_mean(getattr(row, what) for row in rows if row.block == b) for b in blocks}
+        for what in ("rms", "mean_outer")
     }
+    return {**means, "spread": attention_moments(model, batch, relative=True).mean().item()}
 
 
-def value_to_query_at(point: dict, what: str) -> float:
-    """Value over the geometric mean of query and key, by `rms` of H or by the mean diagonal of H_o."""
-    values = point[what]
+def value_to_query(values: dict[str, float]) -> float:
+    """Value over the geometric mean of query and key."""
     return values["v"] / math.sqrt(values["q"] * values["k"])
 
 
-def even_scales(records: list[dict]) -> list[dict]:
+def even_scales(records: list[Record]) -> list[dict[str, Any]]:
     """The scale where value and query meet, interpolated, per law, LayerNorm, width and measure."""
     found = []
-    for key in dict.fromkeys((r["law"], r["layer_norm"], r["n_qk"]) for r in records):
-        points = [r for r in records if (r["law"], r["layer_norm"], r["n_qk"]) == key]
-        scales = sorted({p["qk_scale"] for p in points})
+    names = ("law", "layer_norm", "n_qk")
+    for key in dict.fromkeys(tuple(r["of"][name] for name in names) for r in records):
+        where = dict(zip(names, key, strict=True))
+        groups = group(select(records, **where), "qk_scale")
         for what in ("rms", "mean_outer"):
-            logs = [
-                np.mean([math.log(value_to_query_at(p, what)) for p in points if p["qk_scale"] == scale])
-                for scale in scales
-            ]
+            ratios = [geometric_mean(value_to_query(r[what]) for r in rs) for rs in groups.values()]
             # The ratio falls with the scale; np.interp wants it rising. No extrapolation.
-            even = (
-                math.exp(np.interp(0.0, logs[::-1], np.log(scales[::-1])))
-                if min(logs) <= 0 <= max(logs)
-                else None
-            )
-            law, layer_norm, n_qk = key
-            found.append(
-                {
-                    "law": law,
-                    "layer_norm": layer_norm,
-                    "n_qk": n_qk,
-                    "measure": what,
-                    "even_at": None if even is None else round(even, 3),
-                    "paper_scale": round(n_qk**0.25, 3),
-                    "ratio_at": {
-                        f"{scale:g}": float(f"{math.exp(log):.3g}")
-                        for scale, log in zip(scales, logs, strict=True)
-                    },
-                }
-            )
+            logs, at = np.log(ratios[::-1]), np.log(list(groups)[::-1])
+            even = math.exp(np.interp(0.0, logs, at)) if min(logs) <= 0 <= max(logs) else None
+            ratio_at = {f"{s:g}": float(f"{r:.3g}") for s, r in zip(groups, ratios, strict=True)}
+            scales = {"even_at": even and round(even, 3), "paper_scale": round(where["n_qk"] ** 0.25, 3)}
+            found.append({**where, "measure": what, **scales, "ratio_at": ratio_at})
     return found
 
 
-def draw_scores(records: list[dict], even: list[dict], path: Path) -> None:
-    figure, axes = plt.subplots(1, 3, figsize=(15, 4.6), layout="constrained")
-    colours = {"normal": "C0", "signed_constant": "C1"}
-    for law in dict.fromkeys(r["law"] for r in records):
-        for layer_norm, style in ((True, "-"), (False, "--")):
-            for e in even:
-                if (e["law"], e["layer_norm"], e["n_qk"], e["measure"]) == (law, layer_norm, 64, "rms"):
-                    scales, ratios = zip(*((float(s), v) for s, v in e["ratio_at"].items()), strict=True)
-                    name = f"{law}, {'' if layer_norm else 'no '}LayerNorm"
-                    axes[0].loglog(scales, ratios, style, marker="o", ms=3, color=colours[law], label=name)
-    axes[0].axhline(1, color="k", lw=0.8)
-    axes[0].axvline(64**0.25, color="k", lw=0.8, ls=":", label="n^(1/4), n = 64")
-    axes[0].set(xlabel="qk_scale", ylabel="value to query/key, root mean square of H", title="is it even?")
-    axes[0].legend(fontsize=8)
+def draw_scores(records: list[Record], preset: Preset, study: Study) -> dict[str, Any]:
+    figure, ((is_even, every_block, with_width),) = panels(1, 3, 15, 4.6)
+    even, law = even_scales(records), preset.laws[0]
+    dashes = {True: "-", False: "--"}
+    for e in even:
+        if (e["n_qk"], e["measure"]) == (64, "rms"):
+            scales, ratios = zip(*((float(s), ratio) for s, ratio in e["ratio_at"].items()), strict=True)
+            style = {**line(preset.laws.index(e["law"])), "linestyle": dashes[e["layer_norm"]]}
+            is_even.loglog(scales, ratios, label=f"{e['law']}, {NORMS[e['layer_norm']]}", **style)
+    is_even.axhline(1, color="black", linewidth=0.8)
+    is_even.axvline(64**0.25, color="black", linewidth=0.8, linestyle=":", label="n^(1/4), n = 64")
+    is_even.set(xlabel="qk_scale", ylabel="value to query/key, root mean square of H", title="is it even?")
+    is_even.legend()
 
-    law = records[0]["law"]
-    for colour, block in enumerate(("q", "k", "v", "o", "fc", "proj", "embedding")):
-        for layer_norm, style in ((True, "-"), (False, "--")):
-            points = [
-                r
-                for r in records
-                if (r["law"], r["layer_norm"], r["n_qk"]) == (law, layer_norm, 64) and block in r["rms"]
-            ]
-            scales = sorted({p["qk_scale"] for p in points})
-            means = [
-                math.exp(np.mean([math.log(p["rms"][block]) for p in points if p["qk_scale"] == scale]))
-                for scale in scales
-            ]
-            label = block if layer_norm else None
-            axes[1].loglog(scales, means, style, color=f"C{colour}", label=label)
-    axes[1].set(
-        xlabel="qk_scale", ylabel="root mean square of H over scores", title=f"every block, {law} law"
-    )
-    axes[1].legend(
-        fontsize=7,
-        title="solid: LN\ndashed: none",
-        title_fontsize=7,
-        loc="center left",
-        bbox_to_anchor=(1, 0.5),
-    )
+    for (place, block), layer_norm in product(enumerate(BLOCKS), (True, False)):
+        groups = group(select(records, law=law, layer_norm=layer_norm, n_qk=64), "qk_scale")
+        means = [geometric_mean(r["rms"][block] for r in points) for points in groups.values()]
+        style = {"color": f"C{place}", "linestyle": dashes[layer_norm]}
+        every_block.loglog(list(groups), means, label=block if layer_norm else None, **style)
+    every_block.set(xlabel="qk_scale", ylabel="root mean square of H over scores")
+    every_block.set_title(f"every block, {law} law")
+    every_block.legend(title="solid: LN\ndashed: none", loc="center left", bbox_to_anchor=(1, 0.5))
 
-    for what, marker in (("rms", "o"), ("mean_outer", "s")):
-        points = [e for e in even if (e["law"], e["layer_norm"], e["measure"]) == (law, True, what)]
-        points = [e for e in points if e["even_at"]]
-        points.sort(key=lambda e: e["n_qk"])
-        label = "root mean square of H" if what == "rms" else "mean diagonal of H_o"
-        axes[2].loglog([e["n_qk"] for e in points], [e["even_at"] for e in points], marker + "-", label=label)
+    labels = {"rms": "root mean square of H", "mean_outer": "mean diagonal of H_o"}
+    for place, (what, label) in enumerate(labels.items()):
+        wanted = {"law": law, "layer_norm": True, "measure": what}
+        met = [e for e in even if all(e[name] == value for name, value in wanted.items()) and e["even_at"]]
+        points = sorted((e["n_qk"], e["even_at"]) for e in met)
+        with_width.loglog(*zip(*points, strict=True), label=label, **line(place))
     widths = sorted({e["n_qk"] for e in even})
-    axes[2].loglog(widths, [n**0.25 for n in widths], "k:", label="n^(1/4)")
-    axes[2].set(
-        xlabel="n, width of a query and key", ylabel="qk_scale at which v = q, k", title="with LayerNorm"
-    )
-    axes[2].legend(fontsize=8)
-    for axis, ticks in zip(axes, ((1, 2, 3, 4, 5, 6), (1, 2, 3, 4, 5, 6), widths), strict=True):
-        axis.minorticks_off()
-        axis.set_xticks(ticks, [str(tick) for tick in ticks])
-        axis.grid(alpha=0.3)
-    axes[2].set_yticks((1.5, 2, 3, 4, 5, 6), ("1.5", "2", "3", "4", "5", "6"))
+    with_width.loglog(widths, [n**0.25 for n in widths], "k:", label="n^(1/4)")
+    with_width.set(xlabel="n, width of a query and key", ylabel="qk_scale at which v = q, k")
+    with_width.set_title("with LayerNorm")
+    with_width.legend()
+    for axes, ticks in ((is_even, range(1, 7)), (every_block, range(1, 7)), (with_width, widths)):
+        axes.minorticks_off()
+        axes.set_xticks(ticks, map(str, ticks))
+    with_width.set_yticks((1.5, 2, 3, 4, 5, 6), ("1.5", "2", "3", "4", "5", "6"))
     figure.suptitle("Curvature over scores: untrained 2-layer supermask GPT-2, width 128, density 0.5")
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    study.save(figure, "hessian_scores")
+    return {"even": even}
 
 
 # ---------------------------------------------------------------------------------------------------
-# (d) does the advice help?
+# Advice from curvature: a query/key scale, and a rate for each group of scores
+
+FACTORS = (0.35, 0.5, 0.71, 1.0, 1.41, 2.0, 2.83)
+LIMIT = 8.0
+# Groups of scores: the blocks that are in them, and what is in the names of their parameters.
+GROUPS = {
+    "query": (("q",), ("query_scores",)),
+    "key": (("k",), ("key_scores",)),
+    "value": (("v",), ("value_scores",)),
+    "output": (("o",), ("attn.c_proj",)),
+    "mlp": (("fc", "proj"), ("mlp",)),
+    "embedding": (("embedding",), ("wte", "wpe")),
+}
 
 
-def advice_point(layer_norm: bool, variant: str, seed: int, steps: int) -> dict:
-    """Validation loss of nano's shape after `steps`, with the part of the advice that `variant` names.
+def advise(
+    model: PreTrainedModel, batch: torch.Tensor, seed: int = 0, factors: Sequence[float] = FACTORS
+) -> dict[str, float]:
+    """`qk_scale` and a factor on the rate of each group of scores, as the curvature over scores suggests.
 
-    The training is that of `train_gpt2_slt.py`, and it gets the advice as a person would give it: as options.
+    Small logits make the query's and key's score curvature grow as the fourth power of the scale, until
+    attention sharpens; so the balance is measured at `factors` times the model's own scale, and the
+    scale where v equals q and k is interpolated. Where they never meet, the nearest is taken.
+
+    With curvature h a plain gradient step should be 1/h. An adaptive optimizer divides by the gradient's
+    root mean square already, which near a fit goes as sqrt(h) (the Gauss-Newton matrix is the gradient's
+    covariance), and leaves 1/sqrt(h) to the rate. Rates stay within `LIMIT` of each other's mean.
+
+    Nothing is promised of the loss: in six of six short runs of nano's shape, with AdamW, the advice made
+    it worse. Read it as a diagnosis.
     """
+    scale = model.config.qk_scale
+    own = model.config.qk_width**0.25 if scale == "paper" else float(scale)
+
+    def measure(factor: float, blocks: Sequence[str]) -> dict[str, float]:
+        options: dict[str, Any] = {"qk_factor": factor, "parts": False, "eigenvalues": False}
+        rows = block_curvature(model, batch, blocks, "score", 8, seed, **options)
+        return {block: geometric_mean(row.rms for row in rows if row.block == block) for block in blocks}
+
+    at_factors = {factor: measure(factor, ("q", "k", "v")) for factor in sorted({*factors, 1.0})}
+    even = where_even([(own * factor, value_to_query(at)) for factor, at in at_factors.items()])
+    bends = measure(even / own, BLOCKS)
+    mean = geometric_mean(bends.values())
+    rates = {block: min(LIMIT, max(1 / LIMIT, math.sqrt(mean / bend))) for block, bend in bends.items()}
+    grouped = {f"{name}_rate": geometric_mean(map(rates.get, blocks)) for name, (blocks, _) in GROUPS.items()}
+    return {"qk_scale": even, **grouped}
+
+
+def where_even(curve: Sequence[tuple[float, float]]) -> float:
+    """The first scale, going up, at which the ratio falls through 1; without one, where it is closest to 1.
+
+    >>> round(where_even([(1.0, 16.0), (4.0, 1 / 16)]), 6)
+    2.0
+    """
+    points = [(math.log(scale), math.log(ratio)) for scale, ratio in curve]
+    for (a, fa), (b, fb) in pairwise(points):
+        if fa >= 0 >= fb and fa > fb:
+            return math.exp(a + (b - a) * fa / (fa - fb))
+    return math.exp(min(points, key=lambda point: abs(point[1]))[0])
+
+
+def rated_optimizer(
+    rates: dict[str, float], model: torch.nn.Module, options: RunArguments
+) -> torch.optim.Optimizer:
+    """AdamW as the run would have it, with a factor on the rate of each group of scores, by its name."""
+    groups = []
+    for name, parameter in model.named_parameters():
+        kind = next(kind for kind, (_, words) in GROUPS.items() if any(word in name for word in words))
+        rate = options.learning_rate * rates.get(f"{kind}_rate", 1.0)
+        groups.append({"params": [parameter], "lr": rate, "weight_decay": 0.0})
+    return torch.optim.AdamW(groups, betas=(options.adam_beta1, options.adam_beta2))
+
+
+# ---------------------------------------------------------------------------------------------------
+# Does the advice help?
+
+VARIANTS = {"plain": (), "scale": ("qk_scale",), "rates": ("rate",), "both": ("qk_scale", "rate")}
+
+
+def points_advice(preset: Preset) -> list[Point]:
+    seeds = range(preset.seeds)
+    return grid(seed=seeds, layer_norm=(True, False), variant=VARIANTS, steps=[preset.steps])
+
+
+def measure_advice(layer_norm: bool, variant: str, seed: int, steps: int) -> Record:
+    """Validation loss of nano's shape after `steps`, with the part of the advice that `variant` names."""
+    said = advice_for(layer_norm, seed) if VARIANTS[variant] else {}
+    taken = {name: round(value, 4) for name, value in said.items() if name.endswith(VARIANTS[variant])}
+    scale = {name: value for name, value in taken.items() if name == "qk_scale"}
     with tempfile.TemporaryDirectory() as folder:
-        own = {"layer_norm": layer_norm, "seed": seed, "steps": steps, "output_dir": folder}
-        often = {"evaluate_every": 100, "save_every": 0}
-        taken = {
-            name: round(value, 4)
-            for name, value in (advice_for(layer_norm, seed).items() if ADVICE[variant] else ())
-            if name.endswith(ADVICE[variant])
-        }
-        report = train(nano_arguments(**own, **often, **taken))
-        if report is None:
-            raise SystemExit("interrupted; the same command goes on after the last finished training")
-        evaluations = [r for r in read_log(Path(folder) / "log.jsonl") if r["kind"] == "evaluation"]
-        curve = [[r["step"], round(r["loss"], 4)] for r in evaluations]
-        return {"loss": report["loss"], "curve": curve, "taken": taken}
+        often = {"eval_steps": 100, "save_steps": 0, "output_dir": folder}
+        arguments = nano_arguments(layer_norm=layer_norm, seed=seed, max_steps=steps, **often, **scale)
+        run = Run(arguments, make_optimizer=partial(rated_optimizer, taken))
+        if not train(run):
+            raise KeyboardInterrupt
+        curve = [[r["step"], r["loss"]] for r in run.log.records if r["kind"] == "evaluation"]
+    return {"loss": curve[-1][1], "curve": [[step, round(loss, 4)] for step, loss in curve], "taken": taken}
 
 
 @cache
@@ -468,204 +429,67 @@ def advice_for(layer_norm: bool, seed: int) -> dict[str, float]:
     arguments = nano_arguments(layer_norm=layer_norm, seed=seed)
     corpus = load_blocks(arguments.data)
     ids = torch.as_tensor(np.asarray(corpus.train[np.arange(2)]["input_ids"]), dtype=torch.long)
-    return advise(build_model(arguments, corpus), ids, seed=seed).arguments()
+    return advise(build_model(arguments, corpus), ids, seed)
 
 
-def nano_arguments(**options) -> Arguments:
-    """The nano preset at the paper's scale and rate 1e-2 with these options, read as from a command line."""
-    options = {"config": HERE / "nano.yaml", "qk_scale": "paper", "learning_rate": 1e-2, **options}
-    return parse_arguments([word for name, value in options.items() for word in (f"--{name}", str(value))])
+def nano_arguments(**options: Any) -> Arguments:
+    """The nano preset at the paper's scale and rate 1e-2 with these options."""
+    usual = {"config": studies.HERE / "nano.yaml", "qk_scale": "paper", "learning_rate": 1e-2}
+    return studies.loop_arguments(**{**usual, **options})
 
 
-def advice_gains(records: list[dict]) -> list[dict]:
+def advice_gains(records: list[Record]) -> list[dict[str, Any]]:
     """Mean loss over seeds, and what it gains on the plain run of the same seed: mean, least and most."""
     found = []
-    for layer_norm, variant in dict.fromkeys((r["layer_norm"], r["variant"]) for r in records):
-        points = [r for r in records if r["layer_norm"] == layer_norm]
-        plain = {r["seed"]: r["loss"] for r in points if r["variant"] == "plain"}
-        mine = {r["seed"]: r["loss"] for r in points if r["variant"] == variant}
-        gains = [plain[seed] - loss for seed, loss in mine.items() if seed in plain]
-        found.append(
-            {
-                "layer_norm": layer_norm,
-                "variant": variant,
-                "seeds": len(gains),
-                "loss": round(float(np.mean(list(mine.values()))), 4),
-                "gain": round(float(np.mean(gains)), 4),
-                "gain_range": [round(min(gains), 4), round(max(gains), 4)],
-            }
+    for layer_norm, variant in product((True, False), VARIANTS):
+        plain, mine = (
+            {r["of"]["seed"]: r["loss"] for r in select(records, layer_norm=layer_norm, variant=name)}
+            for name in ("plain", variant)
         )
+        gains = [plain[seed] - loss for seed, loss in mine.items() if seed in plain]
+        if gains:
+            numbers = (statistics.mean(mine.values()), statistics.mean(gains), min(gains), max(gains))
+            loss, gain, least, most = (round(number, 4) for number in numbers)
+            what = {"layer_norm": layer_norm, "variant": variant, "seeds": len(gains)}
+            found.append({**what, "loss": loss, "gain": gain, "gain_range": [least, most]})
     return found
 
 
-def draw_advice(records: list[dict], gains: list[dict], path: Path) -> None:
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    names = {
-        "plain": "as the preset is",
-        "scale": "advised scale",
-        "rates": "advised rates",
-        "both": "advised",
-    }
-    for axis, layer_norm in zip(axes, (True, False), strict=True):
-        for colour, variant in enumerate(ADVICE):
-            chosen = [r for r in records if (r["layer_norm"], r["variant"]) == (layer_norm, variant)]
-            for place, r in enumerate(chosen):
-                mean = np.mean([one["loss"] for one in chosen])
-                label = f"{names[variant]}: {mean:.3f}" if place == 0 else None
-                axis.plot(*zip(*r["curve"], strict=True), "o-", ms=4, lw=1, color=f"C{colour}", label=label)
-        axis.set(title="LayerNorm" if layer_norm else "no LayerNorm", xlabel="step")
-        axis.set_ylabel("validation loss, nats a token")
-        axis.legend(title="mean at the end", fontsize=8, title_fontsize=8)
-        axis.grid(alpha=0.3)
-    steps = records[0]["steps"]
-    figure.suptitle(f"Does it help to take the advice? nano's shape, {steps} steps, a line per seed")
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+def draw_advice(records: list[Record], preset: Preset, study: Study) -> dict[str, Any]:
+    figure, ((*row,),) = panels(1, 2, 10, 4)
+    names = ("as the preset is", "advised scale", "advised rates", "advised")
+    for axes, layer_norm in zip(row, (True, False), strict=True):
+        for place, (variant, name) in enumerate(zip(VARIANTS, names, strict=True)):
+            chosen = select(records, layer_norm=layer_norm, variant=variant)
+            for r in chosen:
+                axes.plot(*zip(*r["curve"], strict=True), linewidth=1, **line(place))
+            if chosen:
+                mean = statistics.mean(r["loss"] for r in chosen)
+                axes.lines[-1].set_label(f"{name}: {mean:.3f}")
+        axes.set(title=NORMS[layer_norm], xlabel="step", ylabel="validation loss, nats a token")
+        axes.legend(title="mean at the end")
+    figure.suptitle(f"Does it help to take the advice? nano's shape, {preset.steps} steps, a line per seed")
+    study.save(figure, "hessian_advice")
+    return {"gains": advice_gains(records)}
 
 
-# ---------------------------------------------------------------------------------------------------
-# Points, kept as they come
-
-
-class Points:
-    """Measured points in a JSON file: each is computed once, whatever interrupts the run."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        old = json.loads(path.read_text()) if path.exists() else {}
-        self.known = {json.dumps(r["of"], sort_keys=True): r["is"] for r in old.get("points", [])}
-        self.used: list[dict] = []
-
-    def get(self, measure: Callable[..., dict], **of) -> None:
-        key = json.dumps(of, sort_keys=True)
-        if key not in self.known:
-            self.known[key] = measure(**of)
-            self.write({})
-        self.used.append({**of, **self.known[key]})
-
-    def write(self, summary: dict) -> None:
-        points = [{"of": json.loads(key), "is": value} for key, value in self.known.items()]
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(self.path) as temporary:
-            temporary.write_text(json.dumps({**summary, "points": points}, indent=1) + "\n")
-
-
-def run(
-    name: str, called: str, out: Path, fresh: bool = False, variants: Sequence[str] = ("plain", "both")
-) -> None:
-    """Measure, write and draw one figure of the preset that is called so."""
-    preset = PRESETS[called]
-    path = out / "results" / f"hessian_{called}_{name}.json"
-    if fresh:
-        path.unlink(missing_ok=True)
-    points = Points(path)
-    seeds = range(preset.seeds)
-    if name == "growth":
-        jobs = [
-            (growth_point, {"softmax": softmax, "layer_norm": layer_norm, "sigma": sigma})
-            for softmax in (True, False)
-            for layer_norm in (False, True)
-            for sigma in preset.sigmas
-        ]
-    elif name == "addition":
-        jobs = [
-            (addition_point, {"layer_norm": ln, "sigma": sigma, "seed": seed, "probes": preset.probes})
-            for seed in seeds
-            for ln, sigma in PUBLISHED
-        ]
-    elif name == "advice":
-        jobs = [
-            (advice_point, {"layer_norm": ln, "variant": variant, "seed": seed, "steps": preset.steps})
-            for seed in seeds
-            for ln in (True, False)
-            for variant in variants
-        ]
-    else:
-        wide = [(law, ln, 64, True, 1.0) for law in preset.laws for ln in (True, False)]
-        # Where blocks are even moves with the width; the range of scales goes along.
-        others = [(preset.laws[0], True, n, False, (n / 64) ** 0.25) for n in preset.widths]
-        jobs = [
-            (
-                score_point,
-                {
-                    "law": law,
-                    "layer_norm": ln,
-                    "qk_scale": round(scale * move, 3),
-                    "n_qk": n_qk,
-                    "seed": seed,
-                    "probes": preset.probes,
-                    "every_block": every_block,
-                },
-            )
-            for law, ln, n_qk, every_block, move in wide[:2] + others + wide[2:]
-            for seed in seeds
-            for scale in preset.scales
-        ]
-    for measure, of in tqdm(jobs, desc=name):
-        points.get(measure, **of)
-
-    summarise, draw, keep = {
-        "growth": (slopes, draw_growth, "slopes"),
-        "addition": (addition_ratios, draw_addition, "against_published"),
-        "scores": (even_scales, draw_scores, "even"),
-        "advice": (advice_gains, draw_advice, "gains"),
-    }[name]
-    summary = summarise(points.used)
-    points.write({"preset": asdict(preset), keep: summary})
-    figures = out / "figures" / ("quick" if called == "quick" else "")
-    figures.mkdir(parents=True, exist_ok=True)
-    draw(points.used, summary, figures / f"hessian_{name}.png")
-    say(name, summary)
-
-
-def say(name: str, summary: list[dict]) -> None:
-    """The findings as a few lines."""
-    if name == "growth":
-        for softmax, layer_norm in ((True, False), (False, False), (True, True), (False, True)):
-            chosen = [s for s in summary if s["softmax"] == softmax and s["layer_norm"] == layer_norm]
-            print(f"{'softmax' if softmax else 'linear'}, {'' if layer_norm else 'no '}LayerNorm")
-            for part, short in (("outer", "H_o"), ("functional", "H_f")):
-                cells = []
-                for pair in PAIRS:
-                    both = [s["slope"] for s in chosen if s["part"] == part and s["block"] == pair]
-                    cells.append(f"{pair} " + ("zero" if None in both else "/".join(map(show, both))))
-                print(f"  {short}  " + "   ".join(cells))
-    elif name == "addition":
-        for r in summary:
-            ln, kind = "Pre-LN" if r["layer_norm"] else "no LN", "H" if r["what"] == "norm" else "H_o"
-            where = f"{ln:6}  sigma {r['sigma']:<7g} {r['block']} {kind:3}"
-            print(f"{where}  {r['ours']:9.3g}  published {r['published']:9.3g}  ratio {r['ratio']:.2f}")
-    elif name == "advice":
-        for g in summary:
-            where = f"{'' if g['layer_norm'] else 'no '}LayerNorm, {g['variant']}"
-            low, high = g["gain_range"]
-            print(f"{where}: loss {g['loss']:.3f}, gain {g['gain']:+.3f} ({low:+.3f} to {high:+.3f})")
-    else:
-        for e in summary:
-            where = f"{e['law']}, {'' if e['layer_norm'] else 'no '}LayerNorm, n {e['n_qk']}, {e['measure']}"
-            even = "nowhere in the range" if e["even_at"] is None else f"at qk_scale {e['even_at']:.2f}"
-            print(f"{where}: even {even}; n^(1/4) is {e['paper_scale']:.2f}")
+PARTS = {
+    "growth": Part(points_growth, measure_growth, draw_growth),
+    "addition": Part(points_addition, measure_addition, draw_addition),
+    "scores": Part(points_scores, measure_scores, draw_scores),
+    "advice": Part(points_advice, measure_advice, draw_advice),
+}
 
 
 def main() -> None:
-    as_written = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
-    parser.add_argument("--preset", choices=PRESETS, default="quick")
-    parser.add_argument("--only", nargs="+", choices=FIGURES, default=FIGURES[:-1], help="figures to make")
-    parser.add_argument("--out", type=Path, default=HERE, help="folder of results/ and figures/")
-    parser.add_argument("--fresh", action="store_true", help="measure again what is already known")
-    parser.add_argument(
-        "--variants",
-        nargs="+",
-        choices=ADVICE,
-        default=("plain", "both"),
-        help="what is taken of the advice: nothing (the others are held against that), scale, rates, both",
-    )
+    parser = studies.parser_of(__doc__, PRESETS, PARTS)
+    help = "what is taken of the advice: nothing (the others are held against that), scale, rates, both"
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=("plain", "both"), help=help)
+    parser.set_defaults(only=["growth", "addition", "scores"])
     options = parser.parse_args()
-    start = time.monotonic()
+    study, chosen = Study("hessian", "full", options), (None, *options.variants)
     for name in options.only:
-        run(name, options.preset, options.out, options.fresh, options.variants)
-    print(f"{time.monotonic() - start:.0f} s")
+        study.make(PARTS[name], name, PRESETS[options.preset], lambda point: point.get("variant") in chosen)
 
 
 if __name__ == "__main__":

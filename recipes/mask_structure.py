@@ -2,9 +2,9 @@
 
     python recipes/mask_structure.py runs/nano/ticket [more tickets]
 
-`packed` is one bit a weight, `bound` is log2(n choose kept) a mask, `entropy` what hf_slt.entropy makes of
-it. Below them, models that know more than the count: the weights of a mask are put into groups, and each
-group has a density of its own, learned on the way by an urn (Beta-binomial) that starts at the mask's
+`packed` is one bit a weight, `bound` is log2(n choose kept) a mask, `entropy` what hf_slt.sharing.entropy
+makes of it. Below them, models that know more than the count: the weights of a mask are put into groups, and
+each group has a density of its own, learned on the way by an urn (Beta-binomial) that starts at the mask's
 density p, worth `a` weights already seen:
 
     P(next weight of a group is kept) = (kept so far + a p) / (seen so far + a)
@@ -21,8 +21,10 @@ from pathlib import Path
 
 import numpy as np
 
-from hf_slt.entropy import encode_masks
-from hf_slt.ticket import Header, draw_entry, entropy_bits, mask_path, read_header, read_masks
+from hf_slt.model.ticket import Header, read_ticket
+from hf_slt.sharing.card import entropy_bits
+from hf_slt.sharing.entropy import encode_masks
+from hf_slt.sharing.verify import mask_path
 
 SIDE_BITS = 8  # of a model: which, and its `a`
 lgamma = np.vectorize(math.lgamma, otypes=[float])
@@ -76,7 +78,7 @@ def neighbours(mask: np.ndarray) -> np.ndarray:
 
 def measure(header: Header, name: str, mask: np.ndarray) -> dict[str, float]:
     """Bits of one mask under each model."""
-    sign = (draw_entry(header, name) > 0).astype(int)
+    sign = (header.draw(name) > 0).astype(int)
     models: dict[str, Callable[[], np.ndarray]] = {
         "rows": lambda: rows(mask),
         "columns": lambda: columns(mask),
@@ -85,7 +87,7 @@ def measure(header: Header, name: str, mask: np.ndarray) -> dict[str, float]:
         "rows x sign": lambda: 2 * rows(mask) + sign,
         "columns x sign": lambda: 2 * columns(mask) + sign,
     }
-    bound = entropy_bits(mask.size, int(mask.sum()))
+    bound = entropy_bits(header.tensors[name])
     bits = {model: min(bound, SIDE_BITS + grouped_bits(mask, groups())) for model, groups in models.items()}
     bits["rows or columns"] = min(bits["rows"], bits["columns"])
     bits["rows or columns x sign"] = min(bits["rows x sign"], bits["columns x sign"])
@@ -94,8 +96,8 @@ def measure(header: Header, name: str, mask: np.ndarray) -> dict[str, float]:
 
 def report(folder: Path) -> dict[str, float]:
     """Bits per weight of all masks of a ticket, by model."""
-    header = read_header(mask_path(folder))
-    masks = read_masks(mask_path(folder), header)
+    ticket = read_ticket(mask_path(folder))
+    header, masks = ticket.header, ticket.masks()
     totals: dict[str, float] = {"packed": 0, "bound": 0, "entropy": 8 * encode_masks(masks).nbytes}
     for name, mask in masks.items():
         for model, bits in measure(header, name, mask).items():

@@ -3,25 +3,100 @@
     accelerate launch recipes/train_gpt2_slt.py --config recipes/nano.yaml
     python recipes/train_gpt2_slt.py --train_files my/*.txt --output_dir runs/mine
 
-Defaults < preset (--config) < command line. With --compare, controls run after the ticket on the
-same data and steps, and one table and figure show them all.
+Defaults < preset (--config, nano.yaml if none is named) < command line. With --compare, controls run after
+the ticket on the same text and steps, and one table and figure show them all.
+
+This is the whole loop, and the only one: `hf_slt.training` has its pieces, the studies beside this file
+import it from here. Change it as you like.
 """
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
-from hf_slt.arguments import parse_arguments
-from hf_slt.checkpoints import CheckpointError
-from hf_slt.report import train_and_compare
+import torch
+from torch import Tensor
 
-TEMPLATE = Path(__file__).parent.parent / "model_cards" / "template.md"
+from hf_slt.model.ticket import SLTError
+from hf_slt.training.arguments import Arguments, parse_arguments
+from hf_slt.training.monitoring import Clock, Interruption
+from hf_slt.training.report import train_and_compare
+from hf_slt.training.run import Run
+
+HERE = Path(__file__).parent
+
+
+def optimizer_step(run: Run) -> tuple[Tensor, float]:
+    """Move the scores once; the mean loss in this process, and the norm of the gradient."""
+    accelerator, model = run.accelerator, run.model
+    batches = run.options.gradient_accumulation_steps
+
+    # Learning rate, density and dropout are functions of the step, and so is the text that is read below.
+    # A checkpoint therefore holds scores and optimizer moments, and a killed run goes on to the same bits.
+    run.begin_step()
+
+    total = torch.zeros((), device=accelerator.device)
+    for number, batch in enumerate(run.batches.of_step(run.done), 1):
+        # Gradients of small batches add up to that of a large one; processes exchange the sum, not the parts.
+        with nullcontext() if number == batches else accelerator.no_sync(model):
+            # Forward: every layer computes with weight * mask. The weights are frozen random numbers; the
+            # mask keeps the share `density` of them, those with the largest |score|.
+            loss = model(**batch).loss / batches
+            # Backward: "kept or not" has no slope, so the gradient passes straight through the mask: a score
+            # learns what the loss would gain from its weight, kept or not. Weights get no gradient.
+            accelerator.backward(loss)
+        total += loss.detach()
+
+    norm = run.clip_gradient()  # an error if it is not finite: before the step, so that no score is spoilt
+    run.optimizer.step()  # the next forward makes new masks of the new scores
+    run.optimizer.zero_grad()
+    run.done += 1
+    return total, norm
+
+
+def train(run: Run) -> bool:
+    """Go from where the run stands to its last step; False if a signal ended it before."""
+    losses, clock = [], Clock(run.tokens_a_step)
+    run.model.train()
+    # The first Ctrl-C or SIGTERM is a wish, which is granted between two steps.
+    with Interruption() as interruption, run.progress_bar() as bar:
+        while run.done < run.steps:
+            loss, norm = optimizer_step(run)
+            losses.append(loss)  # on its device: reading it now would make the next step wait
+            clock.count()
+            bar.update()
+            if run.due("logging_steps"):
+                bar.set_postfix_str(run.log_training(losses, norm, clock.speed()))
+                losses.clear()
+
+            with clock.stopped():  # tokens per second are those of training
+                # A look is an evaluation, and a count of the mask bits that changed since the last one.
+                improved = run.due("eval_steps") and run.look()
+                stop = interruption.agreed(run.accelerator)  # by all processes, or they would wait forever
+                if stop or (run.options.save_steps and (improved or run.due("save_steps"))):
+                    run.save()
+            if stop and run.done < run.steps:
+                run.accelerator.print(
+                    f"interrupted after step {run.done}; go on with --resume_from_checkpoint"
+                )
+                return False
+    return True
+
+
+def find_ticket(arguments: Arguments, **options: Any) -> dict[str, Any] | None:
+    """One run from set-up to ticket; its report (empty but in the first process), None if interrupted."""
+    run = Run(arguments, **options)
+    report = run.finish() if train(run) else None
+    run.accelerator.end_training()
+    return report
 
 
 def main() -> int:
-    arguments = parse_arguments(description=__doc__.split("\n")[0])
+    arguments = parse_arguments(description=__doc__.split("\n")[0], preset=HERE / "nano.yaml")
     try:
-        train_and_compare(arguments, TEMPLATE, arguments.run.prompt)
-    except (ValueError, OSError, CheckpointError) as error:
+        train_and_compare(arguments, find_ticket, HERE.parent / "model_cards" / "template.md")
+    except (SLTError, OSError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     return 0

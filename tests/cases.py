@@ -1,11 +1,16 @@
-"""The tiny model and the table of cases that the tests share."""
+"""The tiny model, the table of cases and the comparisons that the tests share."""
+
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from torch.testing import assert_close
+from transformers import GPT2LMHeadModel, PreTrainedModel
 
-from hf_slt import SupermaskGPT2Config
+from hf_slt import SupermaskGPT2Config, SupermaskGPT2LMHeadModel
+from hf_slt.model.layers import SupermaskLayer
 
 TINY = {
     "n_layer": 2,
@@ -57,10 +62,13 @@ def mergeable(changes: dict) -> bool:
     return changes.get("layer_norm", True) and not {"n_qk", "n_v"} & set(changes)
 
 
-every_case = pytest.mark.parametrize("changes", [pytest.param(CASES[name], id=name) for name in CASES])
-mergeable_cases = pytest.mark.parametrize(
-    "changes", [pytest.param(CASES[name], id=name) for name in CASES if mergeable(CASES[name])]
-)
+def these_cases(*names: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("changes", [pytest.param(CASES[name], id=name) for name in names])
+
+
+every_case = these_cases(*CASES)
+mergeable_cases = these_cases(*(name for name in CASES if mergeable(CASES[name])))
+both_states = pytest.mark.parametrize("state", ["scores", "ticket"])
 
 
 def tiny_batch(rows: int = 3, length: int = 12, seed: int = 0) -> Tensor:
@@ -68,10 +76,13 @@ def tiny_batch(rows: int = 3, length: int = 12, seed: int = 0) -> Tensor:
     return torch.randint(0, 62, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
+IDS = tiny_batch()
+
+
 def train_a_little(model: PreTrainedModel, steps: int = 3) -> PreTrainedModel:
     """A few large steps, so that no mask is the one of the first scores; comes back in eval mode."""
-    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(learned, lr=0.1, weight_decay=0.0)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.1, weight_decay=0.0)
     model.train()
     for step in range(steps):
         output = model(tiny_batch(seed=step))[0]  # logits, or hidden states of the bare model
@@ -84,4 +95,46 @@ def train_a_little(model: PreTrainedModel, steps: int = 3) -> PreTrainedModel:
 @torch.no_grad()
 def logits_of(model: PreTrainedModel, ids: Tensor | None = None, **options) -> Tensor:
     """What a model says of a batch, in float32."""
-    return model(tiny_batch() if ids is None else ids, **options)[0].float()
+    return model(IDS if ids is None else ids, **options)[0].float()
+
+
+def make(state: str = "scores", model_class=SupermaskGPT2LMHeadModel, **changes) -> PreTrainedModel:
+    """A tiny model whose masks were learned, in either state."""
+    model = train_a_little(model_class(tiny_config(**changes)))
+    return model if state == "scores" else model.to_ticket()
+
+
+def learned(module: torch.nn.Module) -> dict[str, Tensor]:
+    """Scores, masks and trained embeddings: all that a file holds."""
+    return {name: values.detach().clone() for name, values in module.state_dict().items()}
+
+
+def assert_same_values(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        assert found[name].dtype == values.dtype, name
+        assert torch.equal(found[name], values), name
+
+
+def assert_equals_stock(found: Tensor, model: PreTrainedModel) -> None:
+    """Logits that are those of stock GPT-2 with the merged weights of `model`."""
+    stock = model.merge_and_unload()
+    assert type(stock) is GPT2LMHeadModel
+    assert not [module for module in stock.modules() if isinstance(module, SupermaskLayer)]
+    assert_close(found, logits_of(stock), rtol=1e-5, atol=1e-5)
+
+
+def gradients(model: PreTrainedModel, **batch: Tensor) -> dict[str, Tensor]:
+    """Of the loss on a batch, by name of the parameter."""
+    model.zero_grad()
+    model(**(batch or {"input_ids": IDS, "labels": IDS}), use_cache=False).loss.backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def save_tickets(folder: Path, names: Sequence[str], **changes) -> dict[str, Tensor]:
+    """Tickets of one backbone, each trained a little further than the last; their logits by name."""
+    model, logits = SupermaskGPT2LMHeadModel(tiny_config(**changes)), {}
+    for name in names:
+        train_a_little(model).save_ticket(folder / name)
+        logits[name] = logits_of(model)
+    return logits

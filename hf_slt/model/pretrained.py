@@ -1,0 +1,268 @@
+"""The life of a supermask model outside of its forward pass: loaded, saved, made a ticket, merged, resized.
+
+    folder, file or Hub name -> find_mask_file -> read_ticket: arrays, checked -> model -> weights checked
+
+Every ticket takes this one way in, however it is stored and with whatever mask: transformers never reads a
+ticket's files itself, it is handed the arrays. What a model of scores needs is transformers' own.
+"""
+
+import contextlib
+import copy
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+from .configuration_supermask_gpt2 import SupermaskGPT2Config
+from .layers import DrawnLayer, SupermaskLayer
+from .named_masks import read_fitting_ticket
+from .ticket import (
+    CONFIG_FILE,
+    MASK_FILE,
+    MODEL_FILE,
+    Ticket,
+    TicketError,
+    check_tensors,
+    check_weights,
+    find_file,
+    find_mask_file,
+    read_json,
+    read_ticket,
+    unpack_mask,
+)
+
+TOOLS: dict[str, Callable[..., Any]] = {}  # what the package adds: saving, pushing, merging
+AUTO_MAP = {
+    "AutoConfig": "configuration_supermask_gpt2.SupermaskGPT2Config",
+    "AutoModel": "modeling_supermask_gpt2.SupermaskGPT2Model",
+    "AutoModelForCausalLM": "modeling_supermask_gpt2.SupermaskGPT2LMHeadModel",
+    "AutoModelForSequenceClassification": "modeling_supermask_gpt2.SupermaskGPT2ForSequenceClassification",
+}
+_DOWNLOAD_OPTIONS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
+
+
+class TicketPreTrainedModel(PreTrainedModel):
+    """The part of a supermask model that reads, writes and converts it."""
+
+    config: SupermaskGPT2Config
+    config_class: Any = SupermaskGPT2Config
+    _keep_in_fp32_modules_strict: Any = None
+    _stock_class: ClassVar[type[PreTrainedModel]]
+
+    # -- what transformers asks ------------------------------------------------------------------
+
+    def supermask_layers(self) -> Iterator[tuple[str, Any]]:
+        """Every layer of frozen, masked or trained tensors, with its path."""
+        return ((path, module) for path, module in self.named_modules() if isinstance(module, SupermaskLayer))
+
+    def post_init(self) -> None:
+        super().post_init()
+        layers = list(self.supermask_layers())
+        # Every process draws the same weights; DDP would send them round before each forward.
+        self._ddp_params_and_buffers_to_ignore = [
+            f"{path}.{layer.body_name}" for path, layer in layers if isinstance(layer, DrawnLayer)
+        ]
+        self._keep_in_fp32_modules_strict |= {name for _, layer in layers for name in layer.in_float32}
+
+    # transformers asks the first parameter; a ticket has none, and scores are float32 in any model.
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(layer.body.dtype for _, layer in self.supermask_layers())
+
+    @property
+    def device(self) -> torch.device:
+        return next(layer.body.device for _, layer in self.supermask_layers())
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, SupermaskLayer):
+            module.reset()
+        else:
+            super()._init_weights(module)
+
+    def resize_token_embeddings(
+        self,
+        new_num_tokens: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        mean_resizing: bool = True,
+    ) -> nn.Module:
+        """As in transformers, except that new rows are drawn like all others: a mean row has no seed."""
+        rows, multiple = new_num_tokens or self.config.vocab_size, pad_to_multiple_of or 1
+        return self._tool("resize_token_embeddings")(self, -(-rows // multiple) * multiple)
+
+    # -- in memory -------------------------------------------------------------------------------
+
+    def mask_arrays(self) -> dict[str, np.ndarray]:
+        """Every mask by tensor name, as boolean arrays."""
+        return {
+            tensor.name: unpack_mask(packed, tensor.shape)
+            for _, layer in self.supermask_layers()
+            if layer.kind == "masked"
+            for tensor, packed in zip(layer.tensors, layer.data(), strict=True)
+        }
+
+    @classmethod
+    def from_mask_arrays(cls, config: SupermaskGPT2Config, masks: Mapping[str, np.ndarray]):
+        """A ticket, in memory, of these masks by tensor name; all that the configuration has are needed."""
+        return cls._tool("from_mask_arrays")(cls, config, masks)
+
+    def to_ticket(self):
+        """This model as a ticket, in memory: masks in place of scores."""
+        config = copy.deepcopy(self.config)
+        config.state, config.mask_digest = "ticket", None
+        with torch.device("meta"):
+            ticket = type(self)(config)
+        ticket.load_state_dict(
+            {
+                f"{path}.{layer.key(tensor)}": torch.tensor(data)
+                for path, layer in self.supermask_layers()
+                for tensor, data in zip(layer.tensors, layer.data(), strict=True)
+                if data is not None
+            },
+            assign=True,
+        )
+        for _, layer in ticket.supermask_layers():
+            layer._is_hf_initialized = True  # else transformers would fill it anew
+        if self.can_generate():
+            ticket.generation_config = copy.deepcopy(self.generation_config)
+        return ticket.to(self.device, self.dtype).eval()  # type: ignore[arg-type]
+
+    # -- out: by tools of the package, which do not travel ---------------------------------------
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike,
+        is_main_process: bool = True,
+        push_to_hub: bool = False,
+        **kwargs,
+    ) -> None:
+        """As in transformers, but atomic: the scores to go on from, or the ticket if this is one."""
+        self._tool("save_pretrained")(self, save_directory, is_main_process, push_to_hub, **kwargs)
+
+    def save_ticket(self, save_directory: str | os.PathLike, *, encoding: str = "packed") -> Any:
+        """Write config, masks and the code that loads them, and return the header; no weight is inside.
+
+        encoding: `"packed"`, one bit a weight, or `"entropy"`, smaller where the density is not a half.
+        """
+        return self._tool("save_ticket")(self, save_directory, encoding=encoding)
+
+    def push_to_hub(self, repo_id: str, **kwargs) -> str:
+        """As in transformers; of a ticket the mask file, config, code, tokenizer and card are uploaded.
+
+        encoding: how the masks are stored, see `save_ticket`. Tokenizer, card and figures come from where the
+        ticket was loaded from; a card that is not there is written.
+        """
+        if self.config.state != "ticket":
+            return super().push_to_hub(repo_id, **kwargs)  # type: ignore[arg-type]
+        return self._tool("push_to_hub")(self, repo_id, **kwargs)
+
+    def merge_and_unload(self) -> PreTrainedModel:
+        """A stock GPT-2 with the masked weights: the same logits, no code of ours, ordinary size."""
+        return self._tool("merge_and_unload")(self)
+
+    def to_ternary(self):
+        """A ticket that computes with the signs of its weights (see `hf_slt.sharing.ternary`)."""
+        return self._tool("to_ternary")(self)
+
+    @staticmethod
+    def _tool(name: str) -> Callable[..., Any]:
+        if name not in TOOLS:  # this code came from the Hub by itself
+            raise ImportError(f"{name} does not travel with a ticket: pip install hf_slt, and import hf_slt")
+        return TOOLS[name]
+
+    # -- in --------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, mask=None, **kwargs):
+        """As in transformers; a ticket is checked in full, and a fault in it raises `TicketError`.
+
+        pretrained_model_name_or_path: also a mask file by itself, whose header rebuilds the model.
+        mask: a mask file, ticket folder or Hub name of the same backbone, to be used in place of its own.
+        """
+        source, config = pretrained_model_name_or_path, kwargs.get("config")
+        if source is None or kwargs.get("state_dict") is not None:
+            if isinstance(config, PreTrainedConfig):
+                kwargs["config"] = _with_dtype(config)
+            return super().from_pretrained(source, *args, **kwargs)
+        where = {name: kwargs[name] for name in _DOWNLOAD_OPTIONS if kwargs.get(name) is not None}
+        path = find_mask_file(source, **where)
+        if path is None or _holds_scores(source, path, where):
+            if mask is not None:
+                raise TicketError(f"{source}: not a ticket; mask= puts another mask on one")
+            loaded = super().from_pretrained(source, *args, **kwargs)
+            if (loaded[0] if isinstance(loaded, tuple) else loaded).config.state == "ticket":
+                raise TicketError(
+                    f"{source}: {CONFIG_FILE} is of a ticket, but no masks lie beside it; {MASK_FILE}, or "
+                    f"{MODEL_FILE} as hf_slt writes it, is missing or was replaced: copy the folder again"
+                )
+            return loaded
+        ticket = read_ticket(path)
+        if os.path.isfile(source) and config is None:
+            config = cls.config_class.from_dict(dict(ticket.header.config))
+        elif not isinstance(config, PreTrainedConfig):
+            dtype: dict = {name: kwargs.pop(name) for name in ("dtype", "torch_dtype") if name in kwargs}
+            config, kwargs = cls.config_class.from_pretrained(
+                config or source, return_unused_kwargs=True, **kwargs
+            )
+            kwargs |= dtype  # the model's; that of the configuration is the file's
+        if mask is not None:
+            elsewhere = {**where, "revision": None, "subfolder": None}
+            ticket = read_fitting_ticket(mask, ticket.header.config, **elsewhere)
+        kwargs = {name: one for name, one in kwargs.items() if name not in (*_DOWNLOAD_OPTIONS, "config")}
+        if cls.can_generate() and kwargs.get("generation_config") is None:
+            with contextlib.suppress(OSError):  # there is none: the one of the configuration stands
+                kwargs["generation_config"] = GenerationConfig.from_pretrained(source, **where)
+        return cls._from_ticket(ticket, _with_dtype(config), str(source), *args, **kwargs)
+
+    @classmethod
+    def _from_ticket(cls, ticket: Ticket, config: SupermaskGPT2Config, name: str, *args, **kwargs):
+        header, keys = ticket.header, ticket.header.tensors
+        config.state, config.mask_digest = "ticket", header.mask_digest
+        config.density, config.rule = header.density, header.rule
+        try:  # the caller may have given another configuration than the ticket's own
+            check_tensors(header, config, sizes=not kwargs.get("ignore_mismatched_sizes"))
+        except ValueError as error:
+            raise TicketError(f"{ticket.path}: {error}; load it with its own configuration") from None
+        state = {str(keys[one].key): torch.from_numpy(array) for one, array in ticket.arrays.items()}
+        loaded = super().from_pretrained(None, *args, config=config, state_dict=state, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        model.config.name_or_path = model.name_or_path = name
+        model._check_against(ticket)
+        return loaded
+
+    def _check_against(self, ticket: Ticket) -> None:
+        """Raise TicketError unless every weight in this model is the one that the ticket was made with."""
+        for _, layer in self.supermask_layers():
+            if layer.kind == "trained":
+                layer.requires_grad_(False)  # transformers loads every float as trainable
+                continue
+            for tensor, mask in zip(layer.tensors, layer.data(), strict=True):
+                entry = ticket.header.tensors.get(tensor.name)
+                if entry is None or entry.shape != tensor.shape:
+                    continue  # a new head, or a size that the caller wanted to ignore: transformers warned
+                check_weights(ticket.path, tensor.name, entry, layer.weight_digests[tensor.name])
+                if mask is not None and not np.array_equal(mask, ticket.arrays[tensor.name]):
+                    raise TicketError(f"{ticket.path}: the mask of {tensor.name} was not loaded; see above")
+
+
+def _with_dtype(config: Any) -> Any:
+    """A copy that tells a dtype: masks do not, and transformers would take theirs."""
+    config = copy.deepcopy(config)
+    config.dtype = config.dtype or torch.get_default_dtype()
+    return config
+
+
+def _holds_scores(source: str | os.PathLike, mask_file: Path, where: dict[str, Any]) -> bool:
+    """Whether a folder or a name is of scores, with the mask of an earlier ticket left in it.
+
+    Its configuration must say so and its scores must be there: else it is an altered ticket.
+    """
+    alone = mask_file.name != MASK_FILE or os.path.isfile(source)
+    config = None if alone else find_file(source, CONFIG_FILE, **where)
+    says_so = config is not None and read_json(config).get("state") == "scores"
+    return says_so and find_file(source, MODEL_FILE, **where) is not None

@@ -1,0 +1,426 @@
+"""A ticket on disk: bit arrays and what is needed to use them, with digests of everything.
+
+    ticket/
+      config.json                     the model's configuration, with the digest of all masks
+      mask.safetensors                every mask, packed; its metadata alone rebuilds the weights
+      model.safetensors.index.json    maps every tensor to mask.safetensors, for tools that look for weights
+
+(`save_pretrained` of a ticket writes the same file under transformers' own name, model.safetensors,
+which needs no index; all below holds for either.)
+
+A mask of n bits is ceil(n / 8) bytes: bit i % 8 (least significant first) of byte i // 8 is weight i of the
+row-major tensor; the bits after the last are zero. With `encoding` "packed" each mask is stored so; with
+"entropy" all masks stand in one tensor, `coded_masks`, near their entropy (see hf_slt/sharing/entropy.py).
+Digests are those of the packed bytes in either case: a ticket is the same ticket however it is stored.
+Trained values are float32, or codes of 8 or 4 bits and the scales of their rows (see `quantisation.py`).
+
+The way in is one: `find_mask_file` finds the file, `read_header` its description, `read_ticket` all of it.
+The header is the authority: its tensors must be those that its configuration implies, and config.json and the
+file's own table must say the same, which is checked before anything is allocated.
+"""
+
+import hashlib
+import json
+import math
+import os
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
+from safetensors import SafetensorError
+from safetensors.numpy import load
+
+from .configuration_supermask_gpt2 import HEADS, RULES, SupermaskGPT2Config
+from .quantisation import BITS, dequantise, stored_form
+from .random_weights import GENERATOR, digest, draw
+
+FORMAT_VERSION = 1
+MASK_FILE = "mask.safetensors"
+MODEL_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+CONFIG_FILE = "config.json"
+METADATA_KEY = "hf_slt"
+DIGEST_KEY = "hf_slt_sha256"  # of the text under METADATA_KEY
+ENCODINGS = ("packed", "entropy")
+DECODERS: dict[str, Callable] = {}  # of encodings that need a library; the package puts them here
+CODED_KEY = "coded_masks"  # where all masks stand in an entropy-coded file
+SCALES = "_scales"  # after the key of quantised values: where the scales of their rows stand
+# Of these, what a new save does not write is of an older one, and would be loaded in its place.
+WEIGHT_FILES = r"mask\.safetensors|model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json"
+_LONGEST_JSON = 64 << 20  # bytes; a header of a thousand tensors takes one
+_DTYPES = {"uint8": "U8", "int8": "I8", "float16": "F16", "float32": "F32"}  # as safetensors names them
+AGAIN = "download or copy the file again"  # the cure of all damage
+_KNOWN = {
+    "format_version": (FORMAT_VERSION,),
+    "encoding": ENCODINGS,
+    "rule": RULES,
+    "bit_order": ("little",),
+    "generator": (GENERATOR,),
+}
+# What may differ between two configurations of one ticket: how it is loaded, not what it computes.
+LOADING_KEYS = frozenset(
+    "transformers_version architectures dtype auto_map _name_or_path use_cache mask_digest id2label "
+    "label2id problem_type output_hidden_states output_attentions return_dict bos_token_id eos_token_id "
+    "pad_token_id".split()
+)
+
+
+class SLTError(ValueError):
+    """Something the user can mend; the message names the value and the cure."""
+
+
+class TicketError(SLTError):
+    """A ticket is damaged, incomplete, of another backbone or of an unknown version."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a ticket.
+
+    `key` is where its data stand in the file (None if all of it is drawn); `law` and `scale` are None
+    for a trained tensor, whose values are stored.
+    """
+
+    shape: tuple[int, ...]
+    key: str | None
+    law: str | None = None
+    scale: float | None = None
+    kept: int | None = None
+    data_sha256: str | None = None  # of the packed mask, or of the trained values in float32
+    weight_sha256: str | None = None  # of the drawn float32 weights, before masking
+    bits: int = 1  # that a stored value takes: 1 for a mask; 32, 8 or 4 for trained values
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def kind(self) -> str:
+        """As `SupermaskGPT2Config.kind_of`: masked, frozen or trained."""
+        return "trained" if self.law is None else "frozen" if self.kept is None else "masked"
+
+    @property
+    def masked(self) -> bool:
+        return self.kind == "masked"
+
+    @property
+    def trained(self) -> bool:
+        return self.kind == "trained"
+
+    def stored(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+        """Keys, shapes and types of its data in a packed file."""
+        if self.key is None:
+            return {}
+        if self.masked:
+            return {self.key: ((-(-self.size // 8),), np.dtype(np.uint8))}
+        if self.bits not in BITS:
+            return {self.key: (self.shape, np.dtype(np.float32))}
+        scales = ((self.shape[0],), np.dtype(np.float16))
+        return {self.key: stored_form(self.shape, self.bits), self.key + SCALES: scales}
+
+
+@dataclass(frozen=True)
+class Header:
+    """The metadata of a mask file."""
+
+    seed: int
+    config: Mapping[str, Any]
+    tensors: Mapping[str, Entry]
+    density: float
+    rule: str
+    generator: str = GENERATOR
+    format_version: int = FORMAT_VERSION
+    encoding: str = "packed"
+    bit_order: str = "little"
+    mask_digest: str = ""
+
+    def masked(self) -> dict[str, Entry]:
+        return {name: entry for name, entry in self.tensors.items() if entry.masked}
+
+    def draw(self, name: str) -> np.ndarray:
+        """The frozen weights of a tensor, before masking."""
+        entry = self.tensors[name]
+        if entry.law is None or entry.scale is None:
+            raise ValueError(f"{name} is trained: its values are stored, not drawn")
+        return draw(self.seed, name, entry.shape, entry.law, entry.scale)
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """A mask file, read and checked: arrays by tensor name, masks packed, trained values in float32."""
+
+    path: Path
+    header: Header
+    arrays: dict[str, np.ndarray]
+
+    def masks(self) -> dict[str, np.ndarray]:
+        """Every mask by tensor name, as boolean arrays."""
+        masked = self.header.masked().items()
+        return {name: unpack_mask(self.arrays[name], entry.shape) for name, entry in masked}
+
+
+def pack_mask(mask: np.ndarray) -> np.ndarray:
+    """Bits to bytes, least significant first, row-major."""
+    return np.packbits(np.ascontiguousarray(mask, dtype=bool).reshape(-1), bitorder="little")
+
+
+def unpack_mask(packed: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Bytes to bits: the inverse of `pack_mask`.
+
+    >>> unpack_mask(np.array([25], np.uint8), (2, 3)).tolist()
+    [[True, False, False], [True, True, False]]
+    """
+    return np.unpackbits(packed, count=math.prod(shape), bitorder="little").view(bool).reshape(shape)
+
+
+def count_bits(packed: np.ndarray) -> int:
+    """How many weights a packed mask keeps."""
+    return int(np.unpackbits(packed).sum(dtype=np.int64))
+
+
+def mask_digest(tensors: Mapping[str, Entry]) -> str:
+    """One digest of all stored data: SHA-256 over 'name digest' lines, sorted by name."""
+    lines = (f"{name} {entry.data_sha256}\n" for name, entry in sorted(tensors.items()) if entry.key)
+    return sha256("".join(lines))
+
+
+def sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+# -- finding and reading --------------------------------------------------------------------------
+
+
+def find_mask_file(source: str | os.PathLike, **where: Any) -> Path | None:
+    """The mask file that a path, a folder or a Hub name means; None if there is no ticket.
+
+    where: `cache_dir`, `revision`, `token`, `subfolder` and others of `hf_hub_download`.
+    """
+    if os.path.isfile(source):
+        return Path(source)
+    for name in (MASK_FILE, MODEL_FILE):
+        path = find_file(source, name, **where)
+        # Scores and dense models have files of that name too, but not our header.
+        if path is not None and (name == MASK_FILE or METADATA_KEY in read_table(path)[0]):
+            return path
+    return None
+
+
+def find_file(source: str | os.PathLike, name: str, **where: Any) -> Path | None:
+    """A file of a folder or of a Hub name; None if it is not there."""
+    if os.path.isdir(source):
+        path = Path(source, where.get("subfolder") or "", name)
+        return path if path.exists() else None
+    try:
+        return Path(hf_hub_download(str(source), name, **where))
+    except (EntryNotFoundError, HfHubHTTPError, HFValidationError, OSError):
+        return None  # transformers will say what is wrong with the name
+
+
+def read_header(path: str | os.PathLike) -> Header:
+    """The metadata of a mask file, checked in full against the file's own table; reads no tensor."""
+    path = Path(path)
+    metadata, table = read_table(path)
+    text = metadata.get(METADATA_KEY)
+    if not isinstance(text, str):
+        raise TicketError(f"{path}: no {METADATA_KEY!r} metadata; the file was not written by hf_slt")
+    if metadata != {"format": "pt", METADATA_KEY: text, DIGEST_KEY: sha256(text)}:
+        raise TicketError(f"{path}: the metadata do not have the digest they name; {AGAIN}")
+    header = _parse_header(path, parse_json(path, text))
+    found = {key: (tuple(one["shape"]), one["dtype"]) for key, one in table.items()}
+    wanted = {
+        key: (shape, _DTYPES[str(dtype)])
+        for entry in header.tensors.values()
+        if not (entry.masked and header.encoding == "entropy")
+        for key, (shape, dtype) in entry.stored().items()
+    }
+    if header.encoding == "entropy":  # of any length
+        wanted[CODED_KEY] = (found.get(CODED_KEY, ((), ""))[0], "U8")
+    for key in sorted(wanted.keys() | found.keys()):
+        if wanted.get(key) != found.get(key):
+            shown = found.get(key, "missing"), wanted.get(key, "nothing of it")
+            raise TicketError(f"{path}: tensor {key} is {shown[0]}, the metadata say {shown[1]}; {AGAIN}")
+    return header
+
+
+def read_ticket(path: str | os.PathLike) -> Ticket:
+    """All of a mask file, each array checked against the header; with config.json if one lies beside it."""
+    ticket, faults = ticket_and_faults(Path(path))
+    beside = Path(path).with_name(CONFIG_FILE)
+    if not faults and beside.exists():
+        faults = list(config_faults(ticket.path, ticket.header, read_json(beside)))
+    for fault in faults:
+        raise fault
+    return ticket
+
+
+def ticket_and_faults(path: Path) -> tuple[Ticket, list[TicketError]]:
+    """The ticket, and what is wrong with its arrays; a header that is wrong raises."""
+    header = read_header(path)
+    if header.encoding not in ("packed", *DECODERS):  # this code came from the Hub by itself
+        cure = "pip install hf_slt, and import hf_slt; or ask for it stored by `slt pack --encoding packed`"
+        raise ImportError(f"{path}: masks with encoding {header.encoding!r} need the package: {cure}")
+    arrays: dict[str, np.ndarray] = {}
+    try:
+        stored = load(path.read_bytes())
+        if header.encoding == "entropy":
+            masked = header.masked()
+            shapes = {name: entry.shape for name, entry in masked.items()}
+            kept = {name: int(entry.kept or 0) for name, entry in masked.items()}
+            arrays |= DECODERS["entropy"](stored[CODED_KEY], shapes, kept)
+    except (SafetensorError, OSError, ValueError) as error:
+        return Ticket(path, header, {}), [TicketError(f"{path}: damaged ({error}); {AGAIN}")]
+    faults = []
+    for name, entry in header.tensors.items():
+        if entry.key is None:
+            continue
+        if entry.bits in BITS:
+            codes, scales = stored[entry.key], stored[entry.key + SCALES]
+            arrays[name] = dequantise(codes, scales, entry.shape, entry.bits)
+        elif name not in arrays:
+            arrays[name] = stored[entry.key]
+        found, array = digest(arrays[name]), arrays[name]
+        if found != entry.data_sha256:
+            differ = f"digest {found[:8]}..., not the {str(entry.data_sha256)[:8]}... in its metadata"
+            faults.append(TicketError(f"{path}: {name} has {differ}: damaged; {AGAIN}"))
+        elif entry.masked and (
+            count_bits(array) != entry.kept or (entry.size % 8 and array[-1] >> entry.size % 8)
+        ):
+            faults.append(TicketError(f"{path}: {name} does not keep {entry.kept} of {entry.size} weights"))
+    if (found := mask_digest(header.tensors)) != header.mask_digest:
+        differ = f"digest {found[:8]}... of all masks is not the {header.mask_digest[:8]}... in its metadata"
+        faults.append(TicketError(f"{path}: {differ}; {AGAIN}"))
+    return Ticket(path, header, arrays), faults
+
+
+def read_table(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Metadata and table of tensors of a safetensors file; no tensor is read."""
+    size = _size(path)
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 0 < length <= min(size - 8, _LONGEST_JSON):
+            raise TicketError(f"{path}: a header of {length} bytes in a file of {size}: truncated; {AGAIN}")
+        table = parse_json(path, file.read(length))
+    metadata = table.pop("__metadata__", {})
+    for one in (metadata, *table.values()):
+        if not isinstance(one, dict) or (one is not metadata and not one.keys() >= {"shape", "dtype"}):
+            raise TicketError(f"{path}: a table that lists no tensors; {AGAIN}")
+    return metadata, table
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file that may come from a stranger."""
+    if _size(path) > _LONGEST_JSON:
+        raise TicketError(f"{path}: {_size(path)} bytes, more than the {_LONGEST_JSON} it may have; {AGAIN}")
+    return parse_json(path, path.read_bytes())
+
+
+def _size(path: Path) -> int:
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        raise TicketError(f"{path}: no such file; the ticket is incomplete") from None
+    if not stat.S_ISREG(found.st_mode):  # a device has no end, and a pipe waits for ever
+        raise TicketError(f"{path}: not a regular file; {AGAIN}")
+    return found.st_size
+
+
+def parse_json(path: Path, data: bytes | str) -> dict[str, Any]:
+    """A JSON object, in which no key stands twice and every number is finite."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise ValueError("a key that stands twice")
+        return found
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is not a number")
+
+    try:
+        found = json.loads(data, object_pairs_hook=unique, parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        raise TicketError(f"{path}: not the JSON that it should be ({error}); {AGAIN}") from None
+    if not isinstance(found, dict):
+        raise TicketError(f"{path}: JSON, but not an object; {AGAIN}")
+    return found
+
+
+# -- checking -------------------------------------------------------------------------------------
+
+
+def _parse_header(path: Path, facts: dict[str, Any]) -> Header:
+    for key, known in _KNOWN.items():
+        if facts.get(key) not in known:
+            choices = " or ".join(map(repr, known))
+            cure = "install the version of hf_slt that wrote the ticket"
+            raise TicketError(f"{path}: {key} {facts.get(key)!r} is not {choices}, known here; {cure}")
+    try:
+        names = {field.name for field in fields(Header)}
+        if facts.keys() != names:
+            raise ValueError(f"keys {sorted(facts.keys() ^ names)}")
+        tensors = facts["tensors"].items()
+        entries = {name: Entry(**{**one, "shape": tuple(one["shape"])}) for name, one in tensors}
+        header = Header(**{**facts, "tensors": entries})
+        if (type(header.seed), type(header.mask_digest)) != (int, str):
+            raise ValueError(f"seed {header.seed!r}, mask_digest {header.mask_digest!r}")
+        config = SupermaskGPT2Config.from_dict(dict(header.config))
+        for key, value in {"seed": header.seed, "rule": header.rule, "density": header.density}.items():
+            if getattr(config, key) != value:
+                raise ValueError(f"{key} {value!r}, but {getattr(config, key)!r} in the configuration")
+        if config.state != "ticket":
+            raise ValueError(f"state {config.state!r}, not 'ticket'")
+        check_tensors(header, config)
+    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
+        raise TicketError(f"{path}: metadata that describe no ticket ({error}); {AGAIN}") from None
+    return header
+
+
+def check_tensors(header: Header, config: SupermaskGPT2Config, *, sizes: bool = True) -> None:
+    """Raise ValueError unless a header's tensors are those of a model of this configuration."""
+    names = set(config.tensor_names())
+    for name in sorted((names ^ header.tensors.keys()) - set(HEADS)):
+        raise ValueError(f"{name} is missing" if name in names else f"{name} is no tensor of such a model")
+    for name, entry in header.tensors.items():
+        tensor, kind = config.tensor(name), config.kind_of(name)
+        if sizes and repr(entry.shape) != repr(tensor.shape):
+            raise ValueError(f"{name} has shape {entry.shape}, the model wants {tensor.shape}")
+        found = (entry.kind, entry.law, entry.scale, entry.bits)
+        drawn, stored = (kind, tensor.law, tensor.scale, 1), (kind, None, None, config.embedding_bits)
+        if repr(found) != repr(wanted := stored if kind == "trained" else drawn):  # 1.0 is not 1
+            raise ValueError(f"{name} is {found} (kind, law, scale, bits), the configuration says {wanted}")
+        kept = range(entry.size + 1) if kind == "masked" else [None]
+        if entry.kept not in kept or type(entry.kept) not in (int, type(None)):
+            raise ValueError(f"{name} keeps {entry.kept} of {entry.size} weights")
+        if [type(one) is str for one in (entry.key, entry.data_sha256)] != [kind != "frozen"] * 2:
+            raise ValueError(f"{name} has key {entry.key!r} and digest {entry.data_sha256!r}")
+
+
+def config_faults(path: Path, header: Header, config: Mapping[str, Any]) -> Iterator[TicketError]:
+    """Where config.json is not that of the model that the masks were made for."""
+    for key in sorted((header.config.keys() | config.keys()) - LOADING_KEYS):
+        own, other = (json.dumps(one[key]) if key in one else "nothing" for one in (header.config, config))
+        if own != other:
+            yield TicketError(
+                f"{path}: made for {key}={own}, but {CONFIG_FILE} says {other}; it was altered or the mask "
+                "belongs to another ticket: copy the folder again"
+            )
+    if config.get("mask_digest") != header.mask_digest:
+        yield TicketError(
+            f"{path}: digest {header.mask_digest[:8]}... is not the {str(config.get('mask_digest'))[:8]}... "
+            f"in {CONFIG_FILE}; the file is damaged or belongs to another ticket"
+        )
+
+
+def check_weights(path: str | os.PathLike, name: str, entry: Entry, found: str) -> None:
+    """Raise TicketError unless the drawn weights have the digest that the ticket was trained on."""
+    if found != entry.weight_sha256:
+        raise TicketError(
+            f"{path}: the weights drawn for {name} have digest {found[:8]}..., not the "
+            f"{str(entry.weight_sha256)[:8]}... they were trained with; seed, law or scale was altered"
+        )

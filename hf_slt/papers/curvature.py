@@ -1,0 +1,313 @@
+"""Curvature of attention: which blocks of a GPT-2 the loss bends along, and how much.
+
+The Hessian of a loss over a network splits into a part that only knows the loss and a part
+that only knows the network (the Gauss-Newton split):
+
+    H = H_o + H_f,    H_o = J^T (d2 loss / dF2) J,    H_f = sum_i (d loss / dF_i) (d2 F_i / dw2)
+
+H_o ("outer") is positive semi-definite, H_f ("functional") has either sign. For self-attention both
+are written with three moments of the input under the attention distribution, which is what Ormaniec,
+Dangel and Singh (arXiv 2410.10986) found and what `attention_hessian.py` computes in closed form. In a
+whole model the same blocks are reached by products with vectors: `block_curvature` never forms a matrix.
+
+A supermask is trained through scores, not weights. With the straight-through estimator the masked
+weight moves by w for a unit of score, so the score's Hessian is, exactly,
+
+    H_score = diag(w) H_weight diag(w),    taken at the masked weights w * m.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from ..model.layers import SupermaskLayer
+from .curvature_operators import CurvatureOperator, estimate_norms, extreme_eigenvalues
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Batch = Tensor | Mapping[str, Tensor]
+
+BLOCKS = ("q", "k", "v", "o", "fc", "proj", "embedding")
+
+
+@dataclass(frozen=True)
+class BlockCurvature:
+    """Curvature of the mean token loss along one block of weights (or of their scores).
+
+    `norm`, `norm_outer`, `norm_functional` are Frobenius norms of H, H_o and H_f; `trace` and
+    `trace_outer` of H and H_o, NaN where the parts were not asked for; `smallest` and `largest` the
+    extreme eigenvalues of H, None where they were not. `layer` is None for the embedding.
+    """
+
+    layer: int | None
+    block: str
+    space: str
+    size: int
+    norm: float
+    norm_outer: float
+    norm_functional: float
+    trace: float
+    trace_outer: float
+    smallest: float | None = None
+    largest: float | None = None
+
+    @property
+    def rms(self) -> float:
+        """Root mean square of H's eigenvalues: the norm, freed of the block's size."""
+        return self.norm / math.sqrt(self.size)
+
+    @property
+    def mean_outer(self) -> float:
+        """Mean diagonal entry of H_o: the curvature that one weight, or one score, meets on its own."""
+        return self.trace_outer / self.size
+
+
+def block_curvature(
+    model: PreTrainedModel,
+    batches: Batch | Iterable[Batch],
+    blocks: Sequence[str] = BLOCKS,
+    space: str = "weight",
+    probes: int = 20,
+    seed: int = 0,
+    *,
+    layers: Sequence[int] | None = None,
+    layer_norm: str = "keep",
+    qk_factor: float = 1.0,
+    parts: bool = True,
+    eigenvalues: bool = True,
+    dtype: torch.dtype | None = None,
+    progress: bool = False,
+) -> list[BlockCurvature]:
+    """Norms, traces and extreme eigenvalues of the diagonal Hessian blocks, one row per layer and block.
+
+    `model` is a `SupermaskGPT2LMHeadModel` in either state or a stock `GPT2LMHeadModel`; it is not
+    changed. `batches` is one batch or several: token ids (batch, length), or a mapping with
+    `input_ids` and, as usual, `attention_mask` and `labels` (-100 is not counted). The loss is the mean
+    cross-entropy over all predicted tokens, in eval mode.
+
+    Memory: a copy of the model, about twelve times the block's weights for a product (twenty while
+    Lanczos runs), and several times the activations of one batch; give several small ones where that is
+    too much. A single batch is faster: one pass through the model serves all products. The embedding is the
+    largest block.
+
+    Blocks: "q", "k", "v" (columns of the fused `c_attn`), "o" (attention output), "fc", "proj" (MLP),
+    "embedding" (the token table, tied or not). `space="score"` measures diag(w) H diag(w), w the frozen
+    weight before its mask; blocks that have no scores are left out. Edge-popup ranks |score|, and its
+    sign would only conjugate H by +-1: norms, traces and eigenvalues are the same.
+
+    H_o is the Gauss-Newton matrix and H_f = H - H_o. No matrix is formed: products of H and H_o with
+    `probes` vectors per block estimate norms and traces, most of them spent on the few directions that
+    dominate (as in Hutch++), the rest on Rademacher vectors orthogonal to these. A block with no more entries
+    than `probes` is computed exactly. Eigenvalues are Lanczos' (SciPy's `eigsh`).
+
+    `layer_norm="remove"` measures the same weights without LayerNorm; `qk_factor` multiplies query and
+    key weights first; `dtype=torch.float64` computes in double; `layers` selects some. Without `parts`
+    only H is measured, and all probes serve it; without `eigenvalues` no Lanczos is run, which is most of the
+    time.
+    """
+    if space not in ("weight", "score"):
+        raise ValueError(f'space={space!r}: give "weight" or "score"')
+    if probes < 1:
+        raise ValueError(f"probes={probes}: give at least 1")
+    plain = _PlainModel(model, batches, layer_norm=layer_norm, qk_factor=qk_factor, dtype=dtype)
+    if space == "score" and not plain.frozen_layers:
+        raise ValueError(
+            f'space="score" needs a model with frozen weights and masks; {type(model).__name__} has none: '
+            'use space="weight", or the supermask model before merge_and_unload()'
+        )
+    places = list(plain.places(blocks, layers, space))
+    rows = []
+    for place in progress_bar(places, "curvature", progress):
+        operator = plain.operator(place, space)
+        held = plain.model.num_parameters() // operator.size  # vectors of a block: about a model's worth
+        generator = torch.Generator().manual_seed(seed)
+        found = estimate_norms(
+            operator, probes, generator, outer=parts, most=held, chunk=plain.chunk(operator.size)
+        )
+        if eigenvalues:
+            width = max(4, min(20, 2 * held))  # below 4 vectors restarts stop converging
+            ends = extreme_eigenvalues(operator, found["norm"], generator, width)
+            found |= {"smallest": ends[0], "largest": ends[1]}
+        rows.append(BlockCurvature(place.layer, place.block, space, operator.size, **found))
+    return rows
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a block lives: some columns of one weight."""
+
+    layer: int | None
+    block: str
+    path: str  # of the module
+    columns: slice
+
+
+class _PlainModel:
+    """A copy of a GPT-2 whose every weight is an ordinary tensor, and the batches to measure it on."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        batches: Batch | Iterable[Batch],
+        *,
+        layer_norm: str = "keep",
+        qk_factor: float = 1.0,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if layer_norm not in ("keep", "remove"):
+            raise ValueError(f'layer_norm={layer_norm!r}: give "keep" or "remove"')
+        if not hasattr(model, "transformer") or not hasattr(model.config, "n_head"):
+            raise ValueError(
+                f"{type(model).__name__} is not a GPT-2 with a language model head: give a "
+                "SupermaskGPT2LMHeadModel or a GPT2LMHeadModel"
+            )
+        self.config = model.config
+        masked = {path: m for path, m in model.named_modules() if isinstance(m, SupermaskLayer)}
+        # Copied with plain layers in the places of masked ones: scores and caches are large, too.
+        self.model = copy.deepcopy(model, {id(layer): _PlainLayer(layer) for layer in masked.values()}).eval()
+        # Fused attention cannot be differentiated twice.
+        self.model.set_attn_implementation("eager")
+        # Of the model given: they can draw their weights.
+        self.frozen_layers = {path: layer for path, layer in masked.items() if layer.kind == "masked"}
+        self.qk_factor = qk_factor
+        if layer_norm == "remove":
+            for module in list(self.model.modules()):
+                for name, child in module.named_children():
+                    if isinstance(child, nn.LayerNorm):
+                        setattr(module, name, nn.Identity())
+        if dtype is not None:
+            self.model.to(dtype)
+        self.model.requires_grad_(False)
+        self.dtype = next(self.model.parameters()).dtype
+        self.device = next(self.model.parameters()).device
+        if qk_factor != 1:
+            for block in self.model.transformer.h:
+                block.attn.c_attn.weight[:, : self._widths()[0] * 2] *= qk_factor
+        self.data = [_prediction_batch(batch, self.device) for batch in _as_list(batches)]
+        if not any(len(targets) for *_, targets in self.data):
+            raise ValueError("the batches predict no token: give sequences of at least 2 tokens with labels")
+
+    def _widths(self) -> tuple[int, int]:
+        """Columns of all queries (and of all keys), and of all values."""
+        config = self.config
+        qk = getattr(config, "qk_width", config.n_embd // config.n_head)
+        v = getattr(config, "v_width", config.n_embd // config.n_head)
+        return config.n_head * qk, config.n_head * v
+
+    def places(self, blocks: Sequence[str], layers: Sequence[int] | None, space: str) -> Iterator[_Place]:
+        for block in blocks:
+            if block not in BLOCKS:
+                raise ValueError(f"block {block!r} is not one of {', '.join(BLOCKS)}")
+        depth = self.config.n_layer
+        for layer in layers or ():
+            if not 0 <= layer < depth:
+                raise ValueError(f"layer {layer} of a model with layers 0..{depth - 1}")
+        qk, v = self._widths()
+        inside = {
+            "q": ("attn.c_attn", slice(0, qk)),
+            "k": ("attn.c_attn", slice(qk, 2 * qk)),
+            "v": ("attn.c_attn", slice(2 * qk, 2 * qk + v)),
+            "o": ("attn.c_proj", slice(None)),
+            "fc": ("mlp.c_fc", slice(None)),
+            "proj": ("mlp.c_proj", slice(None)),
+        }
+        found = [
+            _Place(layer, block, f"transformer.h.{layer}.{inside[block][0]}", inside[block][1])
+            for layer in (range(depth) if layers is None else layers)
+            for block in blocks
+            if block != "embedding"
+        ]
+        if "embedding" in blocks:
+            found.append(_Place(None, "embedding", "transformer.wte", slice(None)))
+        return (place for place in found if space == "weight" or place.path in self.frozen_layers)
+
+    def frozen(self, place: _Place) -> Tensor:
+        """The frozen weight of a block before its mask: what a unit of score adds to the weight."""
+        weight = self.frozen_layers[place.path].drawn_weight()[:, place.columns]
+        factor = self.qk_factor if place.block in ("q", "k") else 1.0
+        return factor * torch.from_numpy(weight).to(self.device, self.dtype)
+
+    def operator(self, place: _Place, space: str) -> CurvatureOperator:
+        """Products with H and H_o of the mean token loss over one block."""
+        step = self.frozen(place).reshape(-1) if space == "score" else None
+        block = self.model.get_parameter(f"{place.path}.weight")[:, place.columns]
+        batches = [
+            (partial(self.logits, place, arguments, rows), targets) for arguments, rows, targets in self.data
+        ]
+        return CurvatureOperator(batches, block, step)
+
+    def logits(self, place: _Place, arguments: dict[str, Any], rows: Tensor, block: Tensor) -> Tensor:
+        """The model as a function of one block of its weights: logits at the positions `rows`."""
+        name = f"{place.path}.weight"
+        weight = self.model.get_parameter(name)
+        start, stop, _ = place.columns.indices(weight.shape[1])
+        if block.shape != weight.shape:
+            block = torch.cat([weight[:, :start], block, weight[:, stop:]], 1)
+        return functional_call(self.model, {name: block}, (), arguments).logits.flatten(0, 1)[rows]
+
+    def chunk(self, size: int) -> int:
+        """Probes that go through the model together: a tiny model is all overhead, a large one all memory."""
+        tokens = max(arguments["input_ids"].numel() for arguments, *_ in self.data)
+        of_logits = 2**22 // (tokens * self.config.vocab_size)
+        of_block = max(2**19, self.model.num_parameters() // 8) // size
+        return max(1, min(8, of_logits, of_block))
+
+
+class _PlainLayer(nn.Module):
+    """A masked layer as it computes now, its masked weight an ordinary parameter."""
+
+    def __init__(self, layer: SupermaskLayer) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(layer.masked_weight().detach().clone(), requires_grad=False)
+        self.is_table = getattr(layer, "is_table", isinstance(layer, nn.Embedding))  # the first if ternary
+        self.is_head = not (layer.inputs_first or self.is_table)
+        self.made_once = nullcontext  # as a masked layer has it: there is nothing to share
+
+    def forward(self, input: Tensor, unembed: bool = False) -> Tensor:
+        if self.is_head or unembed:
+            return nn.functional.linear(input, self.weight)
+        return nn.functional.embedding(input, self.weight) if self.is_table else input @ self.weight
+
+
+def _as_list(batches: Batch | Iterable[Batch]) -> list[Batch]:
+    if isinstance(batches, Tensor | Mapping):
+        return [batches]
+    batches = list(batches)
+    if not batches:
+        raise ValueError("no batches: give token ids of shape (batch, length), or a list of such batches")
+    return batches
+
+
+def _prediction_batch(batch: Batch, device: torch.device) -> tuple[dict[str, Any], Tensor, Tensor]:
+    """The model's arguments, the flat positions that predict something, and what they predict."""
+    batch = {"input_ids": batch} if isinstance(batch, Tensor) else batch
+    names = [name for name in ("input_ids", "attention_mask", "labels") if batch.get(name) is not None]
+    given = {name: batch[name].to(device) for name in names}
+    arguments: dict[str, Any] = {"input_ids": given["input_ids"], "use_cache": False}
+    labels = given.get("labels", given["input_ids"])
+    if "attention_mask" in given and not given["attention_mask"].all():
+        arguments["attention_mask"] = given["attention_mask"]
+        if "labels" not in given:
+            labels = labels.masked_fill(given["attention_mask"] == 0, -100)
+    targets = nn.functional.pad(labels[:, 1:], (0, 1), value=-100).flatten()
+    rows = (targets != -100).nonzero().flatten()
+    return arguments, rows, targets[rows]
+
+
+def progress_bar(items: Sequence, what: str, show: bool) -> Iterable:
+    if not show:
+        return items
+    from tqdm.auto import tqdm
+
+    return tqdm(items, desc=what)

@@ -1,0 +1,190 @@
+"""What a person training a supermask asks of its curvature: how uneven are the blocks?
+
+`measure_saved` does the whole of `slt curvature`, from a folder and text to rows; reports show them. What
+comes of setting scale and rates by curvature is in recipes/figures_hessian.py: nothing good.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ..sharing.files import replacing
+from ..text.blocks import BlockPacker, pack
+from ..text.corpus import CorpusArguments, load_documents, read_files
+from ..text.evaluation import load_model
+from .curvature import Batch, BlockCurvature, block_curvature
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def value_to_query(rows: Iterable[BlockCurvature]) -> dict[int, float]:
+    """Per layer, the norm of the value block over that of the query block: 1 is even, as with LayerNorm."""
+    norms = {(row.layer, row.block): row.norm for row in rows}
+    return {
+        layer: norms[layer, "v"] / norms[layer, "q"] if norms[layer, "q"] else math.inf
+        for layer, block in norms
+        if block == "v" and (layer, "q") in norms
+    }
+
+
+# ---------------------------------------------------------------------------------------------------
+# A saved model -> rows -> text and figure
+
+
+def measure_saved(
+    name: str,
+    files: Sequence[str] | None = None,
+    *,
+    text_column: str = "text",
+    tokenizer: str | None = None,
+    sequences: int = 4,
+    block_size: int | None = None,
+    layer_norm: str = "both",
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> dict[str, list[BlockCurvature]]:
+    """The report of a saved GPT-2 on text: a ticket, a checkpoint with scores, or stock GPT-2.
+
+    The text is that of `files`, else the validation part of the embedded corpus: its first `sequences`
+    blocks of `block_size` tokens (64, or fewer where the model has fewer positions). `layer_norm` is
+    "keep", "remove" or "both"; `options` are those of `block_curvature`.
+    """
+    if layer_norm not in ("keep", "remove", "both"):
+        raise ValueError(f'layer_norm={layer_norm!r}: give "keep", "remove" or "both"')
+    if sequences < 1:
+        raise ValueError(f"sequences={sequences}: give at least 1")
+    documents = read_files(files, text_column) if files else load_documents(CorpusArguments())[1]
+    loaded: Any = load_model(name, tokenizer, dtype=dtype)
+    model, words = loaded
+    positions = getattr(model.config, "max_position_embeddings", 64)
+    length = min(64, positions) if block_size is None else block_size
+    if not 2 <= length <= positions:
+        raise ValueError(f"block_size {length} is not in 2..{positions}, the positions of the model")
+    blocks = pack(BlockPacker(documents, words, length), "given", sequences).array
+    if blocks.max() >= model.config.vocab_size:
+        raise ValueError(
+            f"token id {blocks.max()} is outside the model's vocabulary of {model.config.vocab_size}; "
+            "use the model's tokenizer"
+        )
+    ways = ("keep", "remove") if layer_norm == "both" else (layer_norm,)
+    batch = torch.from_numpy(blocks.astype(np.int64))
+    return curvature_report(model.to(device), batch, layer_norm=ways, **options)
+
+
+def curvature_report(
+    model: PreTrainedModel,
+    batches: Batch | Iterable[Batch],
+    *,
+    layer_norm: Sequence[str] = ("keep", "remove"),
+    **options: Any,
+) -> dict[str, list[BlockCurvature]]:
+    """`block_curvature` with and without LayerNorm, by label; only the latter for a model that has none."""
+    names = {"keep": "LayerNorm", "remove": "no LayerNorm"}
+    if not getattr(model.config, "layer_norm", True):
+        layer_norm = ["remove"]
+    return {names[how]: block_curvature(model, batches, layer_norm=how, **options) for how in layer_norm}
+
+
+def report_facts(report: Mapping[str, Sequence[BlockCurvature]]) -> dict[str, Any]:
+    """A report for JSON: a record per setting, layer and block, and value to query per setting and layer."""
+    ratios = {
+        label: {
+            layer: ratio if math.isfinite(ratio) else None for layer, ratio in value_to_query(rows).items()
+        }
+        for label, rows in report.items()
+    }
+    return {"blocks": report_records(report), "value_to_query": ratios}
+
+
+def report_records(report: Mapping[str, Sequence[BlockCurvature]]) -> list[dict[str, Any]]:
+    """A report as plain records, one per label, layer and block, for JSON."""
+    return [{"setting": label, **asdict(row)} for label, rows in report.items() for row in rows]
+
+
+def format_report(report: Mapping[str, Sequence[BlockCurvature]]) -> str:
+    """Layers by blocks as text: Frobenius norms of H, and value to query.
+
+    >>> row = BlockCurvature(0, "q", "weight", 4, 0.02, 0.01, 0.01, 0.0, 0.0)
+    >>> print(format_report({"LayerNorm": [row]}))
+    LayerNorm, norms of H over weights
+    layer        q
+        0  2.0e-02
+    """
+    lines = []
+    for label, rows in report.items():
+        blocks = list(dict.fromkeys(row.block for row in rows if row.layer is not None))
+        norms = {(row.layer, row.block): row.norm for row in rows}
+        ratios = value_to_query(rows)
+        space = rows[0].space if rows else "weight"
+        lines += ["", f"{label}, norms of H over {space}s"]
+        lines.append("layer" + "".join(f"  {block:>7}" for block in blocks) + ("      v/q" if ratios else ""))
+        for layer in dict.fromkeys(row.layer for row in rows if row.layer is not None):
+            cells = [norms.get((layer, block), math.nan) for block in blocks]
+            cells += [ratios[layer]] if layer in ratios else []
+            lines.append(f"{layer:>5}" + "".join(f"  {cell:7.1e}" for cell in cells))
+        if (None, "embedding") in norms:
+            lines.append(f"embedding  {norms[None, 'embedding']:7.1e}")
+    return "\n".join(lines[1:])
+
+
+def plot_report(
+    report: Mapping[str, Sequence[BlockCurvature]], path: str | os.PathLike, *, title: str | None = None
+) -> None:
+    """Draw a report: layers by blocks, norms on one log colour scale, value to query at the side."""
+    try:
+        from matplotlib.colors import LogNorm
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError('figures need matplotlib: pip install "hf_slt[curvature]"') from error
+
+    norms = [row.norm for rows in report.values() for row in rows if row.norm > 0]
+    if not norms:
+        raise ValueError("nothing to draw: no block has any curvature")
+    colours = LogNorm(min(norms), max(max(norms), 1.001 * min(norms)))
+    deepest = max(len({row.layer for row in rows}) for rows in report.values())
+    figure = Figure(figsize=(1.5 + 5.2 * len(report), 1.6 + 0.45 * deepest), layout="constrained")
+    axes = figure.subplots(1, len(report), squeeze=False)[0]
+    for axis, (label, rows) in zip(axes, report.items(), strict=True):
+        blocks = list(dict.fromkeys(row.block for row in rows))
+        layers = list(dict.fromkeys(row.layer for row in rows))
+        table = np.full((len(layers), len(blocks)), np.nan)
+        for row in rows:
+            value = row.norm if row.norm > 0 else np.nan
+            table[layers.index(row.layer), blocks.index(row.block)] = value
+        image = axis.imshow(table, norm=colours, cmap="viridis", aspect="auto")
+        for (i, j), value in np.ndenumerate(table):
+            if not np.isnan(value):
+                dark = colours(value) < 0.6
+                axis.text(
+                    j, i, f"{value:.0e}", ha="center", va="center", fontsize=7, color="w" if dark else "k"
+                )
+        ratios = value_to_query(rows)
+        axis.set_xticks(range(len(blocks)), blocks, fontsize=8)
+        axis.set_yticks(
+            range(len(layers)),
+            [
+                "table"
+                if layer is None
+                else f"{layer}   v/q {ratios[layer]:.2g}"
+                if layer in ratios
+                else str(layer)
+                for layer in layers
+            ],
+        )
+        axis.set_title(label)
+        axis.set_ylabel("layer")
+    space = next(iter(report.values()))[0].space
+    figure.colorbar(image, ax=list(axes), label=f"Frobenius norm of H over {space}s")
+    figure.suptitle(title or "Curvature by layer and block")
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=150, format=Path(path).suffix.lstrip(".") or "png")

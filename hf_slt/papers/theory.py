@@ -1,0 +1,498 @@
+"""Attention by pruning: the existence proof of arXiv 2511.04217 as a program.
+
+A random network with enough hidden width already contains the network you want. Each entry of a
+target matrix is a subset sum over products of random weights, which `subset_sum.py` finds:
+
+    (W1 * M1) @ (W2 * M2) ~ W        W1 (d1, n), W2 (n, d2)
+
+Attention holds two such products per head, W_Q W_K^T / sqrt(d_K) and W_V W_O, with nothing nonlinear
+between the factors; so a source of the same depth suffices. A linear map through a ReLU costs a second
+layer (Pensia et al. 2020), because each input needs units for its positive and for its negative part.
+
+All matrices act on rows, y = x @ W, as GPT-2's Conv1D does. Nothing above the last section needs torch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from ..model.random_weights import draw
+from .subset_sum import Construction, prune_relu_to_match, prune_to_match
+
+if TYPE_CHECKING:
+    from ..model.configuration_supermask_gpt2 import SupermaskGPT2Config
+    from ..model.modeling_supermask_gpt2 import SupermaskGPT2Attention, SupermaskGPT2LMHeadModel
+
+
+# ---------------------------------------------------------------------------------------------------
+# Bounds
+
+
+def softmax_bound(logit_error: float, alpha: float, d1: int) -> float:
+    """Lemma 5: with |x_i| <= alpha and every logit off by at most `logit_error` <= 1/2, the attention
+    average softmax(logits) @ X moves by at most 4 sqrt(d1) alpha logit_error, for any length and mask.
+
+    >>> softmax_bound(0.1, alpha=1.0, d1=4)
+    0.8
+    """
+    if not 0 <= logit_error <= 0.5:
+        raise ValueError(f"logit_error={logit_error}: Lemma 5 holds for errors between 0 and 1/2")
+    return 4 * math.sqrt(d1) * alpha * logit_error
+
+
+def tight_softmax_bound(logit_error: float, alpha: float) -> float:
+    """The sharp form of Lemma 5, for any error: 2 alpha tanh(logit_error / 2), free of d1.
+
+    Factors of each probability lie in [exp(-e), exp(e)] before normalising; the two-token case with
+    half the mass on each side is the worst, and moves tanh(e / 2) of the mass across, over a distance
+    of at most 2 alpha.
+    """
+    if logit_error < 0:
+        raise ValueError(f"logit_error={logit_error} must not be negative")
+    return 2 * alpha * math.tanh(logit_error / 2)
+
+
+def _logs(eps: float, d1: int, d2: int, heads: int, alpha: float) -> tuple[float, float]:
+    return (
+        math.log(8 * heads * alpha**3 * d1**1.5 / eps),
+        math.log(2 * heads * alpha * d1 * math.sqrt(d2) / eps),
+    )
+
+
+# Theorem 3's C, rounded up from the largest that recipes/figures_theory.py measures: 4.7 for d1 = 1, whose
+# targets are all +-1, the edge of the norm bound; 1.4 to 2.8 for d1 = 2 to 8. The limit of exact subset
+# sums is 1 / log 2 = 1.44.
+CONSTANT = 5.0
+
+
+def required_width(
+    eps: float, d1: int, d2: int, heads: int = 1, alpha: float | None = None, *, constant: float = CONSTANT
+) -> tuple[int, int]:
+    """Theorem 3: the widths (n_qk, n_v) at which masks with error <= eps exist with probability >= 1 - eps.
+
+    n_qk >= C d1 log(8 H alpha^3 d1^(3/2) / eps),  n_v >= C d1 log(2 H alpha d1 sqrt(d2) / eps)
+
+    The theorem only says that some C exists; `estimate_constant` measures it, and the default holds for
+    both constructions. alpha, the bound on the inputs' norm, defaults to the least the theorem allows,
+    sqrt(max(d1, d2)).
+    """
+    alpha = math.sqrt(max(d1, d2)) if alpha is None else alpha
+    if not 0 < eps < 1:
+        raise ValueError(f"eps={eps} is both an error and a probability: choose it between 0 and 1")
+    if alpha < math.sqrt(max(d1, d2)):
+        raise ValueError(
+            f"alpha={alpha}: the theorem needs at least sqrt(max(d1, d2)) = {math.sqrt(max(d1, d2)):.4g}"
+        )
+    n_qk, n_v = (max(d1, math.ceil(constant * d1 * log)) for log in _logs(eps, d1, d2, heads, alpha))
+    return n_qk, n_v
+
+
+def achieved_eps(errors: np.ndarray) -> float:
+    """The least eps such that at most a fraction eps of the measured errors exceeds eps.
+
+    >>> achieved_eps(np.array([0.01] * 95 + [3.0] * 5))
+    0.05
+    """
+    ordered = np.sort(np.asarray(errors, dtype=np.float64))[::-1]
+    fails = np.arange(len(ordered)) / len(ordered)  # with eps = ordered[k], k errors exceed it
+    return float(np.maximum(ordered, fails).min())
+
+
+def estimate_constant(
+    widths: list[int], errors: np.ndarray, d1: int, d2: int, heads: int = 1, alpha: float | None = None
+) -> float:
+    """The least C for which Theorem 3 agrees with measured errors (widths, sources), n_qk = n_v = width."""
+    alpha = math.sqrt(max(d1, d2)) if alpha is None else alpha
+    found = 0.0
+    for n, row in zip(widths, errors, strict=True):
+        log = max(_logs(max(achieved_eps(row), np.finfo(float).tiny), d1, d2, heads, alpha))
+        if log <= 0:
+            raise ValueError(
+                f"width {n}: error {achieved_eps(row):.3g} exceeds what the theorem speaks of; drop it"
+            )
+        found = max(found, n / (d1 * log))
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------
+# Targets: what is to be approximated, and the plain computation of it in float64
+
+
+@dataclass(frozen=True)
+class TargetAttention:
+    """Multi-head attention: sum over heads of softmax(x W_Q W_K^T x^T / sqrt(d_k)) x W_V W_O."""
+
+    query: np.ndarray  # (heads, d1, d_k)
+    key: np.ndarray  # (heads, d1, d_k)
+    value: np.ndarray  # (heads, d1, d_v)
+    output: np.ndarray  # (heads, d_v, d2)
+
+    def __post_init__(self) -> None:
+        q, k, v, o = self.query.shape, self.key.shape, self.value.shape, self.output.shape
+        if len(q) != 3 or k != q or v[:2] != q[:2] or o[:2] != (v[0], v[2]):
+            raise ValueError(
+                f"query {q}, key {k}, value {v}, output {o} do not fit: need (heads, d1, d_k) twice, "
+                "(heads, d1, d_v), (heads, d_v, d2)"
+            )
+
+    @property
+    def qk(self) -> np.ndarray:
+        """W_Q W_K^T / sqrt(d_k) per head, (heads, d1, d1)."""
+        return self.query.astype(np.float64) @ self.key.swapaxes(1, 2) / math.sqrt(self.query.shape[2])
+
+    @property
+    def vo(self) -> np.ndarray:
+        """W_V W_O per head, (heads, d1, d2)."""
+        return self.value.astype(np.float64) @ self.output
+
+    def __call__(self, x: np.ndarray, allowed: np.ndarray | None = None) -> np.ndarray:
+        """From x (..., T, d1) to (..., T, d2); `allowed` (..., T, T) is True where a row may see a column."""
+        out = np.zeros((*x.shape[:-1], self.output.shape[2]))
+        for qk, vo in zip(self.qk, self.vo, strict=True):
+            share = x @ qk @ np.swapaxes(x, -1, -2)  # (..., T, T), and in place from here: T may be 8192
+            if allowed is not None:
+                share[~np.broadcast_to(allowed, share.shape)] = -np.inf
+            share -= share.max(axis=-1, keepdims=True)
+            np.exp(share, out=share)
+            out += share @ (x @ vo) / share.sum(axis=-1, keepdims=True)
+        return out
+
+
+@dataclass(frozen=True)
+class TargetBlock:
+    """h = x + attention(x);  h + relu(h @ c_fc) @ c_proj."""
+
+    attention: TargetAttention
+    c_fc: np.ndarray  # (d, m)
+    c_proj: np.ndarray  # (m, d)
+
+    def __call__(self, x: np.ndarray, allowed: np.ndarray | None = None) -> np.ndarray:
+        h = x + self.attention(x, allowed)
+        return h + np.maximum(h @ self.c_fc, 0) @ self.c_proj
+
+
+@dataclass(frozen=True)
+class TargetTransformer:
+    """A causal GPT-2 without LayerNorm and biases, with ReLU and tied embeddings."""
+
+    wte: np.ndarray  # (vocabulary, d)
+    wpe: np.ndarray  # (positions, d)
+    blocks: tuple[TargetBlock, ...]
+
+    def hidden(self, x: np.ndarray) -> np.ndarray:
+        """The blocks alone: x (..., T, d) with positions already added."""
+        allowed = np.tri(x.shape[-2], dtype=bool)
+        for block in self.blocks:
+            x = block(x, allowed)
+        return x
+
+    def __call__(self, tokens: np.ndarray) -> np.ndarray:
+        """Logits (..., T, vocabulary) of token numbers (..., T)."""
+        x = self.wte[tokens].astype(np.float64) + self.wpe[: tokens.shape[-1]]
+        return self.hidden(x) @ self.wte.T
+
+    @classmethod
+    def from_gpt2(cls, model) -> TargetTransformer:
+        """The weights of a stock GPT2Model or GPT2LMHeadModel whose ln_1, ln_2 and ln_f are nn.Identity."""
+        base = getattr(model, "transformer", model)
+        config = base.config
+        if config.activation_function != "relu":
+            raise ValueError(
+                f"activation_function={config.activation_function!r}: the construction needs 'relu'"
+            )
+        if not config.scale_attn_weights or config.scale_attn_by_inverse_layer_idx:
+            raise ValueError(
+                "attention must be scaled by 1 / sqrt(head width), as in GPT-2's default configuration"
+            )
+        weights = {name: p.detach().cpu().numpy().astype(np.float64) for name, p in base.named_parameters()}
+        for name, p in weights.items():
+            if "ln_" in name:
+                raise ValueError(
+                    f"{name}: the theorem is for transformers without LayerNorm; put nn.Identity() there"
+                )
+            if name.endswith("bias") and p.any():
+                raise ValueError(f"{name} is not zero: a supermask source has no biases; set it to zero")
+
+        def heads(w: np.ndarray) -> np.ndarray:  # (d, heads * width) -> (heads, d, width)
+            return np.stack(np.split(w, config.n_head, axis=1))
+
+        blocks = []
+        for b in range(config.n_layer):
+            q, k, v = np.split(weights[f"h.{b}.attn.c_attn.weight"], 3, axis=1)
+            o = np.stack(np.split(weights[f"h.{b}.attn.c_proj.weight"], config.n_head))
+            attention = TargetAttention(heads(q), heads(k), heads(v), o)
+            blocks.append(
+                TargetBlock(attention, weights[f"h.{b}.mlp.c_fc.weight"], weights[f"h.{b}.mlp.c_proj.weight"])
+            )
+        return cls(weights["wte.weight"], weights["wpe.weight"], tuple(blocks))
+
+
+# ---------------------------------------------------------------------------------------------------
+# Sources: masks in the ticket's own form; the library's own model computes with them
+
+
+@dataclass(frozen=True)
+class ApproximateAttention:
+    """Masks that make the attention of a `SupermaskGPT2Model` compute the target."""
+
+    target: TargetAttention
+    config: SupermaskGPT2Config
+    masks: dict[str, np.ndarray]  # by tensor name, as in a ticket
+    qk_error: np.ndarray  # (heads, d1, d1), source minus target
+    vo_error: np.ndarray  # (heads, d1, d2)
+
+    def bound(self, alpha: float) -> float:
+        """What no output can be off by, for inputs with |x_i| <= alpha, any length and any attention mask.
+
+        Per head, in spectral norms:  2 alpha tanh(e / 2) |W_VO| + alpha |vo_error|,  e = alpha^2 |qk_error|.
+        """
+        total = 0.0
+        for qk, vo, W in zip(self.qk_error, self.vo_error, self.target.vo, strict=True):
+            moved = tight_softmax_bound(alpha**2 * _norm(qk), alpha)
+            total += moved * _norm(W) + alpha * _norm(vo)
+        return total
+
+    def layer(self) -> SupermaskGPT2Attention:
+        """The library's attention layer with these masks, in float64 (the weights are float32 draws)."""
+        from ..model.modeling_supermask_gpt2 import SupermaskGPT2Model
+
+        return SupermaskGPT2Model.from_mask_arrays(self.config, self.masks).double().h[0].attn
+
+    def __call__(self, x: np.ndarray, allowed: np.ndarray | None = None) -> np.ndarray:
+        """As the target, computed by `layer()`: x (..., T, d1), allowed (..., T, T), to (..., T, d2)."""
+        return run_attention(self.layer(), x, self.target.output.shape[2], allowed)
+
+
+def run_attention(
+    layer: SupermaskGPT2Attention, x: np.ndarray, d2: int, allowed: np.ndarray | None = None
+) -> np.ndarray:
+    """Run x (..., T, d1) through an attention layer that may be wider, to (..., T, d2).
+
+    `allowed` as for the target; without it, all see all.
+    """
+    import torch
+
+    lead, (length, d1) = x.shape[:-2], x.shape[-2:]
+    padded = np.zeros((math.prod(lead), length, layer.config.n_embd))
+    padded[..., :d1] = x.reshape(-1, length, d1)
+    dtype, bias = layer.c_proj.weight.dtype, None
+    if allowed is not None:
+        seen = np.broadcast_to(allowed, (*lead, length, length)).reshape(-1, 1, length, length)
+        bias = torch.from_numpy(np.where(seen, 0.0, -np.inf)).to(dtype)
+    with torch.no_grad():
+        # GPT-2's layer takes itself for causal when no mask is given
+        y, _ = layer(torch.from_numpy(padded).to(dtype), attention_mask=bias, is_causal=False)
+    return y.numpy()[..., :d2].reshape(*lead, length, d2).astype(np.float64)
+
+
+def approximate_attention(
+    target: TargetAttention,
+    n_qk: int,
+    n_v: int,
+    seed: int,
+    *,
+    construction: Construction = "proof",
+    qk_scale: float | str = "paper",
+    core: int = 40,
+) -> ApproximateAttention:
+    """Prune the random attention of this seed and these head widths down to the target (Theorem 3).
+
+    Needs n_qk, n_v >= d1. The source has the target's heads and width max(d1, d2); what the target
+    lacks of it is pruned. A `qk_scale` other than "paper" shows what the scale is for.
+    """
+    heads, d1, _ = target.query.shape
+    d2 = target.output.shape[2]
+    config = _config(
+        seed=seed, n_embd=max(d1, d2), n_head=heads, n_layer=1, n_qk=n_qk, n_v=n_v, qk_scale=qk_scale,
+        n_inner=1, vocab_size=1, n_positions=1, embedding="frozen",
+    )  # fmt: skip
+    masks = _nothing_kept(config)
+    qk_error, vo_error = _prune_attention(config, masks, 0, target, construction, core)
+    return ApproximateAttention(target, _with_density(config, masks), masks, qk_error, vo_error)
+
+
+@dataclass(frozen=True)
+class ApproximateTransformer:
+    """Masks and (trained) embeddings of a supermask GPT-2 that computes the target."""
+
+    target: TargetTransformer
+    config: SupermaskGPT2Config
+    masks: dict[str, np.ndarray]
+    error: float  # the largest entry of all matrix errors
+
+    def model(self) -> SupermaskGPT2LMHeadModel:
+        """A ticket in memory, ready for `save_ticket`; float32."""
+        import torch
+
+        from ..model.modeling_supermask_gpt2 import SupermaskGPT2LMHeadModel
+
+        model = SupermaskGPT2LMHeadModel.from_mask_arrays(self.config, self.masks)
+        d = self.target.wte.shape[1]
+        with torch.no_grad():
+            for layer, values in (
+                (model.transformer.wte, self.target.wte),
+                (model.transformer.wpe, self.target.wpe),
+            ):
+                layer.weight.zero_()  # scratch coordinates start at zero and are not read by the tied head
+                layer.weight[:, :d] = torch.from_numpy(values)
+        return model
+
+
+def approximate_transformer(
+    target: TargetTransformer,
+    n_qk: int,
+    n_v: int,
+    n_inner: int,
+    seed: int,
+    *,
+    construction: Construction = "proof",
+    scratch: Literal["fresh", "cleared"] = "fresh",
+    core: int = 40,
+) -> ApproximateTransformer:
+    """Prune a random GPT-2 of twice the depth down to the target (Theorem 6, FFN after Pensia et al.).
+
+    GPT-2's MLP has one hidden layer, and pruning turns that into one *linear* layer (see
+    `prune_relu_to_match`); so the target's two-layer MLP takes the MLPs of two source blocks. Between
+    them its m pre-activations live in coordinates that the source's residual stream has beyond the
+    target's d:
+
+        source block 2b      h = x + attention(x);  s = h @ c_fc     s into the scratch coordinates
+        source block 2b + 1  h + relu(s) @ c_proj                    its attention is pruned to nothing
+
+    `scratch="fresh"` gives every target block m coordinates of its own, width d + blocks * m.
+    `"cleared"` reuses the same m (width d + m): the second block also subtracts s from itself, which
+    takes units for the negative parts too and so about doubles the n_inner needed. Embeddings are the
+    target's own, carried by `embedding="trained"`. Needs n_qk, n_v >= d and n_inner >= 2 max(d, m).
+    """
+    if scratch not in ("fresh", "cleared"):
+        raise ValueError(f"scratch={scratch!r}: choose 'fresh' or 'cleared'")
+    (vocabulary, d), depth = target.wte.shape, len(target.blocks)
+    heads, m = target.blocks[0].attention.query.shape[0], target.blocks[0].c_fc.shape[1]
+    for b, block in enumerate(target.blocks):
+        if block.attention.query.shape[:2] != (heads, d) or block.attention.output.shape[2] != d:
+            raise ValueError(f"block {b}: attention does not have {heads} heads from width {d} to {d}")
+        if block.c_fc.shape != (d, m) or block.c_proj.shape != (m, d):
+            raise ValueError(
+                f"block {b}: MLP {block.c_fc.shape}, {block.c_proj.shape} is not ({d}, {m}), ({m}, {d})"
+            )
+    config = _config(
+        seed=seed, n_embd=d + m * (depth if scratch == "fresh" else 1), n_head=heads, n_layer=2 * depth,
+        n_qk=n_qk, n_v=n_v, n_inner=n_inner, vocab_size=vocabulary, n_positions=len(target.wpe),
+        embedding="trained",
+    )  # fmt: skip
+    masks = _nothing_kept(config)
+    errors: list[np.ndarray] = []
+    main = np.arange(d)
+    for b, block in enumerate(target.blocks):
+        s = d + np.arange(m) + (m * b if scratch == "fresh" else 0)
+        errors += _prune_attention(config, masks, 2 * b, block.attention, construction, core)
+        errors += [_prune_mlp(config, masks, 2 * b, block.c_fc, -block.c_fc, main, s, construction, core)]
+        positive, negative, into = block.c_proj, np.zeros((m, d)), main
+        if scratch == "cleared":  # -s = -relu(s) + relu(-s)
+            positive, negative = np.hstack([positive, -np.eye(m)]), np.hstack([negative, np.eye(m)])
+            into = np.concatenate([main, s])
+        errors += [_prune_mlp(config, masks, 2 * b + 1, positive, negative, s, into, construction, core)]
+    worst = max(float(np.abs(e).max()) for e in errors)
+    return ApproximateTransformer(target, _with_density(config, masks), masks, worst)
+
+
+def _config(**options) -> SupermaskGPT2Config:
+    from ..model.configuration_supermask_gpt2 import SupermaskGPT2Config
+
+    return SupermaskGPT2Config(
+        law="uniform", layer_norm=False, activation_function="relu", bos_token_id=None, eos_token_id=None,
+        attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0, **options,
+    )  # fmt: skip
+
+
+def _with_density(config: SupermaskGPT2Config, masks: dict[str, np.ndarray]) -> SupermaskGPT2Config:
+    """The construction keeps what it needs, so density is an outcome: the fraction kept over all tensors."""
+    kept, size = sum(int(m.sum()) for m in masks.values()), sum(m.size for m in masks.values())
+    config.density = max(kept, 1) / size
+    return config
+
+
+def _nothing_kept(config: SupermaskGPT2Config) -> dict[str, np.ndarray]:
+    d, qk, v, inner = (
+        config.n_embd, config.n_head * config.qk_width, config.n_head * config.v_width, config.mlp_width
+    )  # fmt: skip
+    shapes = {
+        "attn.c_attn.query": (d, qk),
+        "attn.c_attn.key": (d, qk),
+        "attn.c_attn.value": (d, v),
+        "attn.c_proj": (v, d),
+        "mlp.c_fc": (d, inner),
+        "mlp.c_proj": (inner, d),
+    }
+    return {
+        f"h.{b}.{leaf}": np.zeros(shape, dtype=bool)
+        for b in range(config.n_layer)
+        for leaf, shape in shapes.items()
+    }
+
+
+def _frozen(config: SupermaskGPT2Config, masks: dict[str, np.ndarray], name: str) -> np.ndarray:
+    return draw(config.seed, name, masks[name].shape, *config.law_of(name)).astype(np.float64)
+
+
+def _prune_attention(
+    config: SupermaskGPT2Config,
+    masks: dict[str, np.ndarray],
+    block: int,
+    target: TargetAttention,
+    construction: Construction,
+    core: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Fill in the four attention masks of a block; the errors of W_QK and W_VO per head."""
+    d1, d2, n_qk, n_v = target.query.shape[1], target.output.shape[2], config.qk_width, config.v_width
+    if min(n_qk, n_v) < d1:
+        raise ValueError(f"n_qk={n_qk}, n_v={n_v}: both must be at least d1 = {d1}, one unit per input")
+    names = [f"h.{block}.attn.{leaf}" for leaf in ("c_attn.query", "c_attn.key", "c_attn.value", "c_proj")]
+    W_Q, W_K, W_V, W_O = (_frozen(config, masks, name) for name in names)
+    mask_q, mask_k, mask_v, mask_o = (masks[name] for name in names)
+    root = n_qk**0.25  # the logits' 1 / sqrt(n_qk), half of it to either factor
+    qk_error, vo_error = [], []
+    for h, (qk, vo) in enumerate(zip(target.qk, target.vo, strict=True)):
+        at_qk = (slice(0, d1), slice(h * n_qk, (h + 1) * n_qk))
+        at_v = (slice(0, d1), slice(h * n_v, (h + 1) * n_v))
+        at_o = (slice(h * n_v, (h + 1) * n_v), slice(0, d2))
+        found = prune_to_match(
+            qk, W_Q[at_qk] / root, W_K[at_qk].T / root, construction=construction, core=core
+        )
+        mask_q[at_qk], mask_k[at_qk] = found.mask1, found.mask2.T
+        qk_error.append(found.error)
+        found = prune_to_match(vo, W_V[at_v], W_O[at_o], construction=construction, core=core)
+        mask_v[at_v], mask_o[at_o] = found.mask1, found.mask2
+        vo_error.append(found.error)
+    return np.stack(qk_error), np.stack(vo_error)
+
+
+def _prune_mlp(
+    config: SupermaskGPT2Config,
+    masks: dict[str, np.ndarray],
+    block: int,
+    positive: np.ndarray,
+    negative: np.ndarray,
+    rows: np.ndarray,
+    columns: np.ndarray,
+    construction: Construction,
+    core: int,
+) -> np.ndarray:
+    """Fill in the two MLP masks of a block, from coordinates `rows` to `columns` of the residual stream."""
+    fc, proj = f"h.{block}.mlp.c_fc", f"h.{block}.mlp.c_proj"
+    if config.mlp_width < 2 * len(rows):
+        raise ValueError(
+            f"n_inner={config.mlp_width}: at least {2 * len(rows)} are needed, two per input of the MLP"
+        )
+    W1, W2 = _frozen(config, masks, fc)[rows], _frozen(config, masks, proj)[:, columns]
+    found = prune_relu_to_match(positive, negative, W1, W2, construction=construction, core=core)
+    masks[fc][rows], masks[proj][:, columns] = found.mask1, found.mask2
+    return found.error
+
+
+def _norm(matrix: np.ndarray) -> float:
+    return float(np.linalg.norm(matrix, 2))

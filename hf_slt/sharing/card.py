@@ -1,0 +1,325 @@
+"""The card of a ticket, written from facts only.
+
+    facts(ticket's own header, config.json, arguments and log of the run) -> template -> README.md
+
+What is not known is left out: a card has no blanks and no guesses. Names of folders on the machine that
+trained are not for the public and are cut to their last part.
+"""
+
+import json
+import math
+import os
+import platform
+import re
+import shlex
+import statistics
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
+from ..model.quantisation import BITS
+from ..model.ticket import CONFIG_FILE, Entry, Header
+from .files import replacing
+from .verify import mask_path, verify_ticket
+
+CARD_FILE = "README.md"
+TAGS = ["supermask", "strong-lottery-ticket", "edge-popup", "gpt2"]
+# A figure of one of these names, if it lies in the ticket's folder, is shown.
+FIGURES = {
+    "comparison.png": "Validation loss of the ticket and of its controls",
+    "curves.png": "Loss, learning rate, and share of mask bits that flip between two looks",
+    "masks.png": "Where the masks keep weights, and how evenly rows and columns share them",
+}
+EMBEDDED = "embedded corpus (prose of the Python installation)"
+LABELS = {"random_mask": "random mask", "dense": "dense twin", "frozen_embeddings": "frozen embeddings"}
+METRICS = {
+    "loss": "loss (nats per token)",
+    "perplexity": "perplexity",
+    "bits_per_byte": "bits per byte",
+}
+_AUTO_CLASSES = {  # architecture -> class to load it with, task on the Hub
+    "SupermaskGPT2LMHeadModel": ("AutoModelForCausalLM", "text-generation"),
+    "SupermaskGPT2ForSequenceClassification": ("AutoModelForSequenceClassification", "text-classification"),
+    "SupermaskGPT2Model": ("AutoModel", "feature-extraction"),
+}
+_SHAPE = {
+    "n_layer": "blocks",
+    "n_embd": "width",
+    "n_head": "heads",
+    "n_positions": "positions",
+    "vocab_size": "vocabulary",
+    "embedding": "embeddings",
+    "layer_norm": "LayerNorm",
+}
+# Where a run writes and what it shows: no part of what it computes.
+_PRIVATE = frozenset("output_dir cache_dir resume overwrite log_with".split())
+
+
+def default_template() -> Path:
+    """The template of the project, in a checkout or as installed."""
+    checkout = Path(__file__).parents[2] / "model_cards" / "template.md"
+    return checkout if checkout.is_file() else Path(__file__).parents[1] / "model_cards" / "template.md"
+
+
+def write_card(
+    folder: str | os.PathLike,
+    template: str | os.PathLike | None = None,
+    *,
+    name: str | None = None,
+    records: Iterable[Mapping[str, Any]] = (),
+    training: Mapping[str, Any] | None = None,
+    measures: Mapping[str, float] | None = None,
+    controls: Mapping[str, Mapping[str, float]] | None = None,
+    text_sha256: str | None = None,
+    command: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+    license: str | None = None,
+    language: str | list[str] | None = None,
+    header: Header | None = None,
+) -> Path:
+    """Write README.md into a ticket's folder, whole or not at all; a damaged ticket raises TicketError.
+
+    template: a Jinja template; by default the project's own.
+    name: what `from_pretrained` is to be given, such as me/ticket; by default the folder's own name.
+    records: the lines of log.jsonl, for the number of steps, the speed, and the last evaluation.
+    training: the arguments of the run, by name.
+    measures: loss, perplexity and bits per byte, if others than those of the last evaluation.
+    controls: the same of other runs on the same data; `random_mask` and `dense` give the gap closed.
+    text_sha256: digest of the text trained and validated on.
+    command: the words of the command line.
+    environment: where it was trained; see `describe_environment`.
+    header: of a ticket that was verified before.
+    """
+    folder, records = Path(folder), list(records)
+    header = header or verify_ticket(folder, weights=False)
+    config = json.loads((folder / CONFIG_FILE).read_text())
+    name = name or folder.resolve().name
+    title = name.rsplit("/", 1)[-1]
+    auto_class, task = _AUTO_CLASSES[config["architectures"][0]]
+    if measures is None:
+        measures = next((item for item in reversed(records) if item["kind"] == "evaluation"), {})
+    text = describe_text(training) if training is not None else {}
+    if language is None and text.get("name") == EMBEDDED:
+        language = "en"
+    results = _eval_results(task, text, measures, text_sha256)
+    data = ModelCardData(
+        model_name=title if results else None,  # part of the model-index only
+        library_name="transformers",
+        pipeline_tag=task,
+        license=license,
+        language=language,
+        tags=list(TAGS),
+        datasets=text.get("dataset"),
+        eval_results=results or None,
+    )
+    runs = {"ticket": measures, **(controls or {})} if _known(measures) else {}
+    card = ModelCard.from_template(
+        data,
+        template_path=str(template or default_template()),
+        title=title,
+        name=name,
+        auto_class=auto_class,
+        generates=task == "text-generation",
+        has_tokenizer=(folder / "tokenizer_config.json").is_file(),
+        header=header,
+        size=measure_size(folder, header),
+        laws=sorted({f"`{entry.law}`" for entry in header.tensors.values() if entry.law}),
+        shape=[(label, config[key]) for key, label in _SHAPE.items() if config.get(key) is not None],
+        tensors=[_tensor_row(tensor, entry, header) for tensor, entry in header.tensors.items()],
+        trained=[f"`{tensor}`" for tensor, entry in header.tensors.items() if entry.trained],
+        metrics=(columns := [key for key in METRICS if any(key in _known(run) for run in runs.values())]),
+        metric_labels=METRICS,
+        runs=[
+            (LABELS.get(label, label), [_known(run).get(key) for key in columns])
+            for label, run in runs.items()
+        ],
+        gap_closed=gap_closed(runs),
+        text={**text, "sha256": text_sha256},
+        figures=[
+            {"file": file, "caption": caption}
+            for file, caption in FIGURES.items()
+            if (folder / file).is_file()
+        ],
+        steps=max((item["step"] for item in records if item["kind"] == "train"), default=0),
+        speed=_median(item.get("tokens_per_second") for item in records if item["kind"] == "train"),
+        training=_yaml(training) if training else None,
+        command=shlex.join(_public(word) for word in command),
+        environment=list((environment or {}).items()),
+    )
+    with replacing(folder / CARD_FILE) as temporary:
+        temporary.write_text(re.sub(r"\n{3,}", "\n\n", str(card)).rstrip() + "\n", encoding="utf-8")
+    return folder / CARD_FILE
+
+
+def describe_environment() -> dict[str, str]:
+    """Versions and hardware of this process, without the name of the machine; does not import torch."""
+    found = {"Python": platform.python_version()}
+    for package in ("hf_slt", "torch", "transformers", "accelerate", "datasets", "tokenizers", "numpy"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        found["on"] = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+    else:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        found["on"] = f"{cores} CPU cores ({platform.machine()})"
+    return found
+
+
+def describe_text(training: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run was trained and validated on: a name of both, and data set and configuration on the Hub."""
+    files, dataset = training.get("train_files"), training.get("dataset")
+    if files:
+        name = _file_names(files)
+        held_out = training.get("validation_files")
+        return {"name": name, "validation": _file_names(held_out) if held_out else f"held-out part of {name}"}
+    if not dataset:
+        return {"name": EMBEDDED, "validation": f"held-out part of the {EMBEDDED}"}
+    config = training.get("dataset_config")
+    on_hub = not Path(dataset).exists() and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", dataset)
+    name = f"{dataset if on_hub else Path(dataset).name} {config or ''}".strip()
+    found = {"name": name, "validation": f"validation text of {name}"}
+    return {**found, "dataset": dataset, "config": config} if on_hub else found
+
+
+def _file_names(files: Iterable[str]) -> str:
+    return ", ".join(Path(file).name for file in files)
+
+
+def measure_size(folder: Path, header: Header) -> dict[str, Any]:
+    """Numbers of weights and bytes of a ticket.
+
+    bits_per_weight = 8 * bytes of the file / all weights of the model, drawn or stored
+    """
+    path = mask_path(folder)
+    with open(path, "rb") as file:
+        description = 8 + int.from_bytes(file.read(8), "little")  # as safetensors begins
+    total = path.stat().st_size
+    entries = header.tensors.values()
+    trained = sum(value_bytes(entry) for entry in entries)
+    weights, masked, kept = (
+        sum(entry.size for entry in entries),
+        sum(entry.size for entry in entries if entry.masked),
+        sum(entry.kept or 0 for entry in entries),
+    )
+    return {
+        "file_name": path.name,
+        "file": total,
+        "description_bytes": description,
+        "trained_bytes": trained,
+        "entropy_bytes": math.ceil(sum(map(entropy_bits, entries)) / 8),
+        "mask_bytes": total - description - trained,
+        "weights": weights,
+        "masked": masked,
+        "kept": kept,
+        "density": kept / masked if masked else 1.0,
+        "bits_per_weight": 8 * total / weights,
+        "times_smaller": 4 * weights / total,
+    }
+
+
+def entropy_bits(entry: Entry) -> float:
+    """The least a mask takes of which only the number kept is known: log2(size choose kept).
+
+    >>> round(entropy_bits(Entry((10, 10), "mask", "normal", 1.0, kept=2)), 3)
+    12.273
+    """
+    if entry.kept is None:
+        return 0.0
+    nats = (
+        math.lgamma(entry.size + 1) - math.lgamma(entry.kept + 1) - math.lgamma(entry.size - entry.kept + 1)
+    )
+    return nats / math.log(2)
+
+
+def value_bytes(entry: Entry) -> int:
+    """Bytes of trained values, with the scales of their rows."""
+    if not entry.trained:
+        return 0
+    return -(-entry.size * entry.bits // 8) + (2 * entry.shape[0] if entry.bits in BITS else 0)
+
+
+def gap_closed(runs: Mapping[str, Mapping[str, float]]) -> float | None:
+    """(random mask - ticket) / (random mask - dense twin), of losses; None where one is missing.
+
+    >>> gap_closed({"ticket": {"loss": 5.0}, "random_mask": {"loss": 8.0}, "dense": {"loss": 4.0}})
+    0.75
+    """
+    losses = [runs.get(label, {}).get("loss", math.nan) for label in ("random_mask", "ticket", "dense")]
+    untrained, ticket, dense = losses
+    if not all(map(math.isfinite, losses)) or untrained == dense:
+        return None
+    return (untrained - ticket) / (untrained - dense)
+
+
+def _known(measures: Mapping[str, Any]) -> dict[str, float]:
+    return {key: measures[key] for key in METRICS if math.isfinite(measures.get(key, math.nan))}
+
+
+def _eval_results(
+    task: str, text: Mapping[str, Any], measures: Mapping[str, Any], sha256: str | None
+) -> list[EvalResult]:
+    if not text:
+        return []
+    return [
+        EvalResult(
+            task_type=task,
+            dataset_type=text.get("dataset", "text"),
+            dataset_name=text["validation"],
+            dataset_config=text.get("config"),
+            dataset_args={"sha256": sha256} if sha256 else None,
+            metric_type=key,
+            metric_name=METRICS[key],
+            metric_value=value,
+        )
+        for key, value in _known(measures).items()
+    ]
+
+
+def _tensor_row(name: str, entry: Entry, header: Header) -> dict[str, Any]:
+    row = {"name": name, "shape": " x ".join(map(str, entry.shape)), "law": "trained", "scale": ""}
+    row |= {"asked": "", "kept": f"{entry.size:,} of {entry.size:,}", "density": "1"}
+    if entry.law is not None:
+        row |= {"law": entry.law, "scale": f"{entry.scale:.6g}"}
+    if entry.kept is not None:
+        kept = f"{entry.kept:,} of {entry.size:,}"
+        row |= {"asked": str(header.density), "kept": kept, "density": f"{entry.kept / entry.size:.6g}"}
+    return row
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    found = [value for value in values if value is not None and math.isfinite(value)]
+    return statistics.median(found) if found else None
+
+
+def _yaml(training: Mapping[str, Any]) -> str:
+    """Arguments as lines of a preset; JSON values are YAML too."""
+    return "\n".join(
+        f"{key}: {json.dumps(_public(value))}"
+        for key, value in training.items()
+        if value is not None and key not in _PRIVATE
+    )
+
+
+def _public(value: Any) -> Any:
+    """A path of this machine, also as --option=path, cut to its last part; anything else as it is.
+
+    >>> _public(["--cache_dir=/home/me/cache", "~/text.txt", "recipes/nano.yaml", 3])
+    ['--cache_dir=cache', 'text.txt', 'recipes/nano.yaml', 3]
+    """
+    if isinstance(value, (list, tuple)):
+        return [_public(item) for item in value]
+    if not isinstance(value, str):
+        return value
+    option, equals, rest = value.rpartition("=")
+    return (
+        option
+        + equals
+        + (Path(rest).name if rest.startswith(("/", "~")) or Path(rest).is_absolute() else rest)
+    )

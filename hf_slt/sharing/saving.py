@@ -1,0 +1,228 @@
+"""Tickets written, from a model in memory or from another ticket; `model/ticket.py` tells what is written.
+
+model -> describe: header and arrays -> write_masks -> mask.safetensors, index; config, code -> one rename
+"""
+
+import copy
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save
+from transformers import PreTrainedModel
+from transformers.dynamic_module_utils import custom_object_save
+
+from ..model.pretrained import AUTO_MAP
+from ..model.quantisation import BITS, dequantise, largest_code
+from ..model.random_weights import digest
+from ..model.ticket import (
+    CODED_KEY,
+    CONFIG_FILE,
+    DIGEST_KEY,
+    ENCODINGS,
+    INDEX_FILE,
+    MASK_FILE,
+    METADATA_KEY,
+    MODEL_FILE,
+    SCALES,
+    WEIGHT_FILES,
+    Entry,
+    Header,
+    Ticket,
+    count_bits,
+    mask_digest,
+    read_json,
+    sha256,
+)
+from .entropy import encode_masks
+from .files import staged
+from .verify import verified_ticket
+
+_HUB_OPTIONS = ("repo_id", "commit_message", "private", "token", "revision", "create_pr")
+_SMALLEST = np.float32(2**-14)  # the least normal float16
+_DROPPED = np.int32((1 << 13) - 1)  # bits of a float32 significand that float16 has not
+
+
+def describe(model: Any, encoding: str = "packed") -> tuple[Header, dict[str, np.ndarray]]:
+    """The header of a ticket of this model, and the arrays to store by tensor name."""
+    entries, arrays = {}, {}
+    for path, layer in model.supermask_layers():
+        known = getattr(layer, "weight_digests", {})
+        for tensor, data in zip(layer.tensors, layer.data(), strict=True):
+            entry = Entry(tensor.shape, None)
+            if layer.kind != "trained":
+                drawn = known.get(tensor.name) or digest(tensor.draw())
+                entry = replace(entry, law=tensor.law, scale=tensor.scale, weight_sha256=drawn)
+            if data is not None:
+                if layer.bits in BITS:  # as the file will give them back; new rows may not be rounded yet
+                    data = dequantise(*quantise(data, layer.bits), tensor.shape, layer.bits)
+                arrays[tensor.name] = data
+                entry = replace(
+                    entry, key=f"{path}.{layer.key(tensor)}", data_sha256=digest(data), bits=layer.bits
+                )
+            if layer.kind == "masked":
+                entry = replace(entry, kept=count_bits(data))
+            entries[tensor.name] = entry
+    config = copy.deepcopy(model.config)
+    config.state, config.mask_digest = "ticket", mask_digest(entries)
+    config.auto_map, config.architectures = dict(AUTO_MAP), [type(model).__name__]
+    config.dtype = str(model.dtype).removeprefix("torch.")
+    facts = json.loads(config.to_json_string())
+    header = Header(config.seed, facts, entries, config.density, config.rule)
+    return replace(header, encoding=encoding, mask_digest=config.mask_digest), arrays
+
+
+def save_pretrained(
+    model: Any, save_directory: str | os.PathLike, is_main_process: bool, push_to_hub: bool, **kwargs: Any
+) -> None:
+    """As in transformers, but atomic: the scores to go on from, or the ticket if this is one."""
+    hub = {name: kwargs.pop(name) for name in _HUB_OPTIONS if name in kwargs}
+    if model.config.state == "ticket":
+        if is_main_process:
+            save_ticket(model, save_directory, file_name=MODEL_FILE)
+    else:
+        model.config.auto_map = dict(AUTO_MAP)
+        with staged(save_directory, keep=is_main_process, stale=WEIGHT_FILES) as stage:
+            PreTrainedModel.save_pretrained(model, stage, is_main_process=is_main_process, **kwargs)
+    if push_to_hub and is_main_process:
+        model.push_to_hub(hub.pop("repo_id", Path(save_directory).name), **hub)
+
+
+def save_ticket(
+    model: Any, save_directory: str | os.PathLike, *, encoding: str = "packed", file_name: str = MASK_FILE
+) -> Header:
+    """Write config, masks and the code that loads them; no weight is inside."""
+    _check_encoding(encoding)
+    header, arrays = describe(model, encoding)
+    # config.json comes last: a cut before it leaves a digest that does not match, never a wrong model
+    with staged(save_directory, stale=WEIGHT_FILES) as stage:
+        write_masks(stage, header, arrays, file_name)
+        model.config_class.from_dict(dict(header.config)).save_pretrained(stage)
+        if model.can_generate():
+            model.generation_config.save_pretrained(stage)
+        custom_object_save(model, stage)
+    return header
+
+
+def rewrite_ticket(
+    source: str | os.PathLike,
+    target: str | os.PathLike,
+    *,
+    encoding: str = "packed",
+    masks: Mapping[str, np.ndarray] | None = None,
+    verified: Ticket | None = None,
+) -> Header:
+    """The ticket of one folder written to another (or the same), whole or not at all.
+
+    encoding: how the new file stores its masks.
+    masks: packed masks by tensor name, in place of those in `source`; the density becomes what they keep.
+    verified: the ticket in `source`, where that was read and checked before.
+    """
+    source, target = Path(source), Path(target)
+    _check_encoding(encoding)
+    ticket = verified or verified_ticket(source, weights=False)
+    header, arrays = ticket.header, dict(ticket.arrays)
+    config = read_json(source / CONFIG_FILE)
+    if masks is not None:
+        arrays |= masks
+        entries = {
+            name: replace(entry, kept=count_bits(arrays[name]), data_sha256=digest(arrays[name]))
+            if entry.masked
+            else entry
+            for name, entry in header.tensors.items()
+        }
+        masked = [entry for entry in entries.values() if entry.masked]
+        density = sum(entry.kept or 0 for entry in masked) / sum(entry.size for entry in masked)
+        digest_of_all = mask_digest(entries)
+        changed = {"density": density, "mask_digest": digest_of_all}
+        config |= changed
+        header = replace(
+            header,
+            tensors=entries,
+            config={**header.config, **changed},
+            density=density,
+            mask_digest=digest_of_all,
+        )
+    header = replace(header, encoding=encoding)
+    with staged(target, stale=WEIGHT_FILES) as stage:
+        if target.resolve() != source.resolve():
+            for path in source.iterdir():
+                if path.is_file() and path.name not in (MASK_FILE, MODEL_FILE, INDEX_FILE, CONFIG_FILE):
+                    shutil.copyfile(path, stage / path.name)
+        write_masks(stage, header, arrays)
+        (stage / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    return header
+
+
+def _check_encoding(encoding: str) -> None:
+    if encoding not in ENCODINGS:
+        raise ValueError(f"encoding {encoding!r} is not one of {', '.join(map(repr, ENCODINGS))}")
+
+
+def write_masks(
+    directory: str | os.PathLike, header: Header, arrays: Mapping[str, np.ndarray], file_name: str = MASK_FILE
+) -> None:
+    """Write the mask file, and the index it needs, into a (staged) folder.
+
+    `arrays` by tensor name: packed masks, and trained values in float32; `header.encoding` says how the
+    masks are stored.
+    """
+    directory = Path(directory)
+    stored: dict[str, np.ndarray] = {}
+    for name, array in arrays.items():
+        entry = header.tensors[name]
+        key = str(entry.key)
+        if entry.bits in BITS:
+            stored[key], stored[key + SCALES] = quantise(array, entry.bits)
+        elif not (entry.masked and header.encoding == "entropy"):
+            stored[key] = array
+    if header.encoding == "entropy":
+        masked = header.masked()
+        packed, shapes = {name: arrays[name] for name in masked}, {n: e.shape for n, e in masked.items()}
+        stored[CODED_KEY] = encode_masks(packed, shapes)
+    text = json.dumps(asdict(header), sort_keys=True)
+    metadata = {"format": "pt", METADATA_KEY: text, DIGEST_KEY: sha256(text)}
+    (directory / file_name).write_bytes(_in_order(save(stored, metadata)))
+    if file_name == MODEL_FILE:
+        return  # transformers looks there without being told
+    index = {
+        "metadata": {"total_size": sum(array.nbytes for array in stored.values())},
+        "weight_map": dict.fromkeys(sorted(stored), MASK_FILE),
+    }
+    (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _in_order(data: bytes) -> bytes:
+    """The same safetensors file with a sorted header: the library's order of metadata is random.
+
+    One ticket is then one sequence of bytes, and saving or pushing it again changes nothing.
+    """
+    length = int.from_bytes(data[:8], "little")
+    text = json.dumps(json.loads(data[8 : 8 + length]), sort_keys=True, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors stay aligned
+    return len(text).to_bytes(8, "little") + text + data[8 + length :]
+
+
+def quantise(values: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
+    """Codes (int8, or for 4 bits two in a byte, the first in the low half, plus 8) and the scales of rows.
+
+    >>> quantise(np.array([[7.0, -3.4, 0.0]], np.float32), 4)
+    (array([95,  8], dtype=uint8), array([1.], dtype=float16))
+    """
+    largest = np.abs(values).max(axis=1, initial=0.0)
+    if not np.isfinite(largest).all():
+        raise ValueError("values that are not finite cannot be quantised")
+    steps = (largest / np.float32(largest_code(bits))).astype(np.float32).view(np.int32)
+    scales = np.maximum((((steps + _DROPPED) & ~_DROPPED).view(np.float32)), _SMALLEST)
+    if scales.max(initial=0.0) > np.finfo(np.float16).max:
+        raise ValueError(f"a value of {largest.max()} is too large for a scale in float16")
+    codes = np.rint(values / scales[:, None]).astype(np.int8)
+    if bits == 4:
+        shifted = np.append((codes + 8).astype(np.uint8), np.zeros(codes.size % 2, np.uint8))
+        codes = shifted[0::2] | shifted[1::2] << 4
+    return codes, scales.astype(np.float16)

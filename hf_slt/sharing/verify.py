@@ -1,0 +1,92 @@
+"""Is a ticket's folder what it says? Every fault of it, by name.
+
+A digest proves that nothing was altered since the ticket was made, and that the weights drawn here are those
+it was trained on. It does not prove who made it; and code and tokenizer in the folder have no digest.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..model.random_weights import digest
+from ..model.ticket import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    MASK_FILE,
+    MODEL_FILE,
+    Header,
+    Ticket,
+    TicketError,
+    check_weights,
+    config_faults,
+    read_json,
+    read_table,
+    ticket_and_faults,
+)
+
+
+def mask_path(directory: str | os.PathLike) -> Path:
+    """The mask file of a ticket's folder, under either of its names; there may be none."""
+    path = Path(directory) / MASK_FILE
+    return path if path.exists() or not path.with_name(MODEL_FILE).exists() else path.with_name(MODEL_FILE)
+
+
+def verify_ticket(directory: str | os.PathLike, *, weights: bool = True) -> Header:
+    """Check everything in a ticket's folder and return its header; raise TicketError at the first fault.
+
+    Files present and readable, versions known, configuration, every mask, and (with `weights`) every
+    frozen weight drawn again and compared with its digest.
+    """
+    return verified_ticket(directory, weights=weights).header
+
+
+def verified_ticket(directory: str | os.PathLike, *, weights: bool = True) -> Ticket:
+    """As `verify_ticket`, but all of the ticket, which is then read once."""
+    read: list[Ticket] = []
+    for fault in _faults(Path(directory), weights, read):
+        raise fault
+    return read[0]
+
+
+def find_faults(directory: str | os.PathLike, *, weights: bool = True) -> Iterator[TicketError]:
+    """All that is wrong with a ticket's folder, as `verify_ticket` would raise it."""
+    return _faults(Path(directory), weights, [])
+
+
+def _faults(directory: Path, weights: bool, read: list[Ticket]) -> Iterator[TicketError]:
+    """The faults of a folder, and in `read` its ticket, as soon as there is one."""
+    if not directory.is_dir():
+        yield TicketError(f"{directory}: no such folder")
+        return
+    config, path = None, mask_path(directory)
+    try:
+        config = read_json(directory / CONFIG_FILE)
+    except TicketError as fault:
+        yield fault
+    if path.name == MASK_FILE and path.exists() and path.with_name(MODEL_FILE).exists():
+        yield TicketError(f"{directory / MODEL_FILE}: lies beside {MASK_FILE}; remove one of them")
+    try:
+        ticket, faults = ticket_and_faults(path)
+    except TicketError as fault:
+        yield fault
+        return
+    read.append(ticket)
+    if path.name == MASK_FILE:
+        try:
+            listed = read_json(directory / INDEX_FILE).get("weight_map")
+            if listed != dict.fromkeys(read_table(path)[1], MASK_FILE):
+                cure = "save the ticket again"
+                yield TicketError(
+                    f"{directory / INDEX_FILE}: does not list the tensors of {MASK_FILE}; {cure}"
+                )
+        except TicketError as fault:
+            yield fault
+    yield from faults
+    if config is not None:
+        yield from config_faults(path, ticket.header, config)
+    for name, entry in ticket.header.tensors.items() if weights else ():
+        if not entry.trained:
+            try:
+                check_weights(path, name, entry, digest(ticket.header.draw(name)))
+            except TicketError as fault:
+                yield fault

@@ -1,0 +1,232 @@
+"""How well a causal language model predicts text: loss, perplexity, bits per byte.
+
+Every token is predicted exactly once and counts the same, however the text was cut:
+
+    loss          = sum of -ln p(token | tokens before it) / tokens        nats per token
+    perplexity    = exp(loss)
+    bits per byte = sum of -log2 p / UTF-8 bytes of the text               blind to the tokenizer
+
+`evaluate_blocks` takes packed blocks, as training does; `evaluate_text` takes text and slides a window
+over each document; `evaluate_saved` does the same for what lies on a disk or the Hub (`slt evaluate`).
+Any causal LM of Transformers will do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from tqdm.auto import tqdm
+
+try:
+    from hf_slt.model.ticket import SLTError
+except ImportError:  # copied into the cache of `evaluate`, beside causal_lm_metric.py and nothing else
+    SLTError = ValueError  # type: ignore[misc, assignment]
+
+LONGEST_WINDOW = 1024  # default where a model could take more: windows of 100k tokens fill any memory
+
+
+class EvaluationError(SLTError):
+    """Model, tokenizer and text do not fit; the message names the value and the cure."""
+
+
+@contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Without gradients and in eval mode; every module gets back the mode it had, on errors too."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def _device(model: torch.nn.Module) -> torch.device:
+    # A ticket without LayerNorm has buffers only.
+    return next(chain(model.parameters(), model.buffers())).device
+
+
+def _sum_nats(model: torch.nn.Module, ids: Tensor, labels: Tensor, **options: Any) -> tuple[float, int]:
+    """Sum of -ln p(label) where the label is not -100, and how many; ids and labels are (batch, length)."""
+    config = getattr(getattr(model, "module", model), "config", None)
+    if hasattr(config, "use_cache"):
+        options["use_cache"] = False  # keys and values of every layer, kept for nobody
+    logits = model(input_ids=ids, **options).logits
+    nats = 0.0
+    for row, targets in zip(logits, labels, strict=True):  # by row: a second copy of all logits is large
+        losses = F.cross_entropy(row.float(), targets, ignore_index=-100, reduction="none")
+        nats += losses.cpu().double().sum().item()  # float32 sums drift; float64 ones are for the CPU
+    return nats, int((labels != -100).sum())
+
+
+def _measures(nats: float, tokens: int) -> dict[str, float]:
+    loss = nats / tokens
+    perplexity = math.exp(loss) if loss < 700 else math.inf if loss == loss else math.nan
+    return {"loss": loss, "perplexity": perplexity, "tokens": tokens}
+
+
+def evaluate_blocks(
+    model: torch.nn.Module,
+    batches: Iterable[Any],
+    bytes_per_token: float | None = None,
+    reduce: Callable[[Tensor], Tensor] | None = None,
+    progress: bool = False,
+) -> dict[str, float]:
+    """Loss, perplexity and tokens over packed blocks; bits per byte where `bytes_per_token` is given.
+
+    A batch is ids (batch, length), or a mapping with `input_ids` and perhaps `labels`, of which -100 is
+    left out. Each block predicts all its tokens but the first. Batches may be of any sizes. `reduce` sums
+    a tensor over processes (`accelerator.reduce`): each then returns the measures of all batches.
+    """
+    device = _device(model)
+    nats, tokens = 0.0, 0
+    with evaluating(model):
+        for batch in tqdm(batches, "evaluating", disable=not progress, leave=False):
+            mapping = batch if hasattr(batch, "keys") else {"input_ids": batch}
+            ids = torch.as_tensor(mapping["input_ids"], device=device).long()
+            labels = torch.as_tensor(mapping.get("labels", ids), device=device).long()
+            # The last logit predicts beyond the block; a label of -100 keeps the shapes equal.
+            labels = F.pad(labels[:, 1:], (0, 1), value=-100)
+            batch_nats, count = _sum_nats(model, ids, labels)
+            nats, tokens = nats + batch_nats, tokens + count
+    if reduce is not None:
+        exact = torch.float32 if device.type == "mps" else torch.float64  # which has no float64
+        nats, tokens = reduce(torch.tensor([nats, tokens], dtype=exact, device=device)).tolist()
+    if not tokens:
+        raise EvaluationError("no token to predict in the batches; give at least one block of 2 tokens")
+    measures = _measures(nats, int(tokens))
+    if bytes_per_token is not None:
+        # Blocks tile the text, so the first token of each is text too: it is charged the mean loss.
+        measures["bits_per_byte"] = measures["loss"] / math.log(2) / bytes_per_token
+    return measures
+
+
+def _windows(length: int, block_size: int, stride: int) -> Iterator[tuple[int, int, int]]:
+    """(start, fresh, end): targets fresh..end-1 are new, predicted from the inputs start..end-2.
+
+    Targets are 1..length-1 and the windows take each once; the last one reaches back for full context.
+    """
+    fresh = 1
+    while fresh < length:
+        end = min(length, fresh + (block_size if fresh == 1 else stride))
+        yield max(0, end - 1 - block_size), fresh, end
+        fresh = end
+
+
+def evaluate_text(
+    model: torch.nn.Module,
+    tokenizer: Any,
+    texts: str | Iterable[str],
+    block_size: int | None = None,
+    stride: int | None = None,
+    batch_size: int = 4,
+    progress: bool = False,
+) -> dict[str, float]:
+    """Loss, perplexity, bits per byte, tokens and bytes of texts, each a document of its own.
+
+    A document is read after the start token (else end-of-text), so that its first token is predicted too.
+    Windows of `block_size` inputs (at most 1024 by default) advance by `stride` (half of that): a token
+    sees at least block_size - stride tokens before it, or all there are.
+    Empty texts are passed over. Bits per byte assume a tokenizer that loses nothing, such as byte-level BPE.
+    """
+    config = getattr(model, "config", None)
+    longest = getattr(config, "max_position_embeddings", None)
+    block_size = min(LONGEST_WINDOW, longest or LONGEST_WINDOW) if block_size is None else block_size
+    stride = max(1, block_size // 2) if stride is None else stride
+    if not 1 <= block_size <= (longest or block_size):
+        limit = f"1..{longest}, the positions of the model" if longest else "the positive numbers"
+        raise EvaluationError(f"block_size {block_size} is not in {limit}")
+    if not 1 <= stride <= block_size:
+        raise EvaluationError(
+            f"stride {stride} is not in 1..{block_size} (block_size); tokens would be left out"
+        )
+    if batch_size < 1:
+        raise EvaluationError(f"batch_size {batch_size} is not positive; use 1 or more")
+    first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    if first is None:
+        raise EvaluationError(
+            "the tokenizer has neither start nor end-of-text token; set tokenizer.eos_token"
+        )
+
+    texts = [text for text in ([texts] if isinstance(texts, str) else texts) if text]
+    options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
+    documents = [[first, *ids] for ids in tokenizer(texts, **options)["input_ids"]] if texts else []
+    vocabulary = getattr(config, "vocab_size", math.inf)
+    largest = max((max(ids) for ids in documents), default=0)
+    if largest >= vocabulary:
+        raise EvaluationError(
+            f"token id {largest} is outside the model's vocabulary of {vocabulary}; use the model's tokenizer"
+        )
+    windows = [
+        (ids[start : end - 1], [-100] * (fresh - 1 - start) + ids[fresh:end])
+        for ids in documents
+        for start, fresh, end in _windows(len(ids), block_size, stride)
+    ]
+    if not windows:
+        raise EvaluationError("the texts hold no token to predict; give text that is not empty")
+    windows.sort(key=lambda window: -len(window[0]))  # like lengths together: little padding
+
+    device = _device(model)
+    nats, tokens = 0.0, 0
+    with evaluating(model), tqdm(total=len(windows), desc="evaluating", disable=not progress) as bar:
+        for start in range(0, len(windows), batch_size):
+            batch = windows[start : start + batch_size]
+            width = len(batch[0][0])
+
+            def padded(rows: Iterable[list[int]], value: int, width: int = width) -> Tensor:
+                return torch.tensor([row + [value] * (width - len(row)) for row in rows], device=device)
+
+            # Padding is on the right, where no causal model looks; the mask is for those that check.
+            ids = padded((ids for ids, _ in batch), first)
+            labels = padded((labels for _, labels in batch), -100)
+            seen = padded(([1] * len(ids) for ids, _ in batch), 0)
+            batch_nats, count = _sum_nats(model, ids, labels, attention_mask=seen)
+            nats, tokens = nats + batch_nats, tokens + count
+            bar.update(len(batch))
+    size = sum(len(text.encode()) for text in texts)
+    return {**_measures(nats, tokens), "bits_per_byte": nats / math.log(2) / size, "bytes": size}
+
+
+def load_model(name: str, tokenizer: str | None = None, **options: Any) -> tuple[torch.nn.Module, Any]:
+    """Model and tokenizer of any causal LM: a ticket, a local folder, or a name on the Hub."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with suppress(ModuleNotFoundError):
+        import hf_slt  # noqa: F401  registers the classes of tickets, where the package is installed
+    try:
+        model = AutoModelForCausalLM.from_pretrained(name, **options)
+        return model, AutoTokenizer.from_pretrained(tokenizer or name)
+    except (OSError, ValueError, ImportError) as error:
+        cause = (str(error).splitlines() or [type(error).__name__])[0]
+        raise EvaluationError(
+            f"cannot load {name!r}: {cause}; give a folder or Hub name with a causal LM and its tokenizer"
+        ) from error
+
+
+def evaluate_saved(
+    name: str,
+    files: Iterable[str] | None = None,
+    *,
+    text_column: str = "text",
+    tokenizer: str | None = None,
+    device: str = "cpu",
+    dtype: str = "auto",
+    **options: Any,
+) -> dict[str, float]:
+    """`evaluate_text`, with its options, of a saved model on files, or else on the embedded corpus."""
+    from hf_slt.text.corpus import CorpusArguments, load_documents, read_files
+
+    texts = list(read_files(files, text_column) if files else load_documents(CorpusArguments())[1])
+    model, words = load_model(name, tokenizer, dtype=dtype)
+    measures = evaluate_text(model.to(device), words, texts, **options)
+    if not math.isfinite(measures["loss"]):
+        raise EvaluationError(f"loss is {measures['loss']}: the weights are damaged or overflow {dtype}")
+    return measures

@@ -1,0 +1,272 @@
+"""What the studies of this folder share: points that are measured once and kept, figures of one look.
+
+A point is a dictionary of settings; measuring it gives a dictionary of numbers. Both are one line of a file
+in results/, which is whole after every point, so that a study that was cut short goes on from there:
+
+    {
+    "environment": {...},                                   # of the last measurement
+    "fits": {...},                                          # conclusions, if the study has any
+    "records": [
+    {"of": {"n": 20, "sources": [0, 10]}, "error": [...]},  # sorted by their settings
+    ...
+    ]
+    }
+
+All settings are in the point, so a point that was changed has no record and is measured again; its old record
+is told and left out.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import math
+import os
+import platform
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from itertools import product
+from multiprocessing import active_children, get_context, parent_process
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+from tqdm import tqdm
+
+from hf_slt.sharing.card import describe_environment
+from hf_slt.sharing.files import replacing
+from hf_slt.sharing.plots import COLOURS, MARKERS
+from hf_slt.training.arguments import Arguments, parse_arguments
+
+HERE = Path(__file__).parent
+Point = Mapping[str, Any]
+Record = dict[str, Any]
+Measure = Callable[..., Record]  # takes the settings of a point by name; importable, for workers
+
+# -- records ----------------------------------------------------------------------------------------
+
+
+class Records:
+    """The records of the points of a study, in the order of the points, and the file that holds them."""
+
+    def __init__(self, path: Path, points: Iterable[Point], fresh: bool = False) -> None:
+        self.path = path
+        self.points = {_key(point): point for point in points}
+        self.facts: dict[str, Any] = json.loads(path.read_text()) if path.exists() and not fresh else {}
+        stored = {_key(record["of"]): record for record in self.facts.pop("records", [])}
+        self.found: dict[str, Record] = {key: stored[key] for key in self.points if key in stored}
+        if changed := len(stored) - len(self.found):
+            first = next(key for key in stored if key not in self.found)
+            print(f"{path.name}: {changed} records are of no point of the study as it is, and are left out;"
+                  f" the first of {first}", file=sys.stderr)  # fmt: skip
+
+    def __iter__(self) -> Iterator[Record]:
+        return (self.found[key] for key in self.points if key in self.found)
+
+    def get(self, point: Point) -> Record | None:
+        """The record of a point, if it has one."""
+        return self.found.get(_key(point))
+
+    def add(self, point: Point, found: Record) -> None:
+        """Keep what was found at a point."""
+        self.found[_key(point)] = {"of": dict(point), **found}
+        self.facts["environment"] = describe_environment()
+        self.write()
+
+    def conclude(self, **facts: Any) -> None:
+        """Keep these conclusions beside the records."""
+        facts = {**self.facts, **json.loads(json.dumps(facts))}
+        if facts != self.facts:
+            self.facts = facts
+            self.write()
+
+    def write(self) -> None:
+        """Replace the file by one of all that is known."""
+        head = "".join(f"{json.dumps(name)}: {json.dumps(fact)},\n" for name, fact in self.facts.items())
+        lines = ",\n".join(json.dumps(self.found[key]) for key in sorted(self.found))
+        with replacing(self.path) as temporary:
+            temporary.write_text(f'{{\n{head}"records": [\n{lines}\n]\n}}\n')
+
+    def measure(self, measure: Measure, points: Iterable[Point], workers: int) -> None:
+        """Measure those of the points that have no record, several at a time."""
+        points = list(points)
+        left = [point for point in points if self.get(point) is None]
+        name, done = self.path.stem, len(points) - len(left)
+        with tqdm(total=len(points), initial=done, desc=name, unit="point") as bar:
+            try:
+                for point, found in measure_all(measure, left, workers):
+                    self.add(point, found)
+                    bar.update()
+            except KeyboardInterrupt:
+                raise SystemExit("interrupted; the same command goes on from here") from None
+
+
+def grid(**settings: Iterable[Any]) -> list[Point]:
+    """A point for every combination of settings, the last of them changing fastest.
+
+    >>> grid(n=(1, 2), seed=range(2))
+    [{'n': 1, 'seed': 0}, {'n': 1, 'seed': 1}, {'n': 2, 'seed': 0}, {'n': 2, 'seed': 1}]
+    """
+    return [dict(zip(settings, values, strict=True)) for values in product(*settings.values())]
+
+
+def _key(point: Point) -> str:
+    # The last digits of a float, say of np.geomspace, depend on the machine.
+    rounded = json.loads(json.dumps(point), parse_float=lambda digits: float(f"{float(digits):.12g}"))
+    return json.dumps(rounded, sort_keys=True)
+
+
+def select(records: Iterable[Record], **wanted: Any) -> list[Record]:
+    """Records with these settings; None stands for "not set"."""
+    return [
+        record for record in records if all(record["of"].get(name) == value for name, value in wanted.items())
+    ]
+
+
+def group(records: Iterable[Record], by: str | Callable[[Record], Any]) -> dict[Any, list[Record]]:
+    """Records in groups, by a setting or a function, in the order of its values.
+
+    >>> list(group([{"of": {"n": 3}}, {"of": {"n": 2}}, {"of": {"n": 3}}], "n").items())
+    [(2, [{'of': {'n': 2}}]), (3, [{'of': {'n': 3}}, {'of': {'n': 3}}])]
+    """
+    groups: dict[Any, list[Record]] = {}
+    for record in records:
+        groups.setdefault(record["of"][by] if isinstance(by, str) else by(record), []).append(record)
+    return dict(sorted(groups.items()))
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    """The mean of values that differ by decades; zeros count as the least there is.
+
+    >>> round(geometric_mean([1.0, 100.0]), 9)
+    10.0
+    """
+    return math.exp(np.mean([math.log(max(value, 1e-300)) for value in values]))
+
+
+# -- measuring --------------------------------------------------------------------------------------
+
+
+def measure_all(measure: Measure, points: Iterable[Point], workers: int) -> Iterator[tuple[Point, Record]]:
+    """Points with what was found there, as they come, from processes of one thread each.
+
+    On one thread, and with the vectors of AVX2 also where torch has wider ones, sums have one order, and a
+    point repeats to the last bit. A fresh interpreter for every worker reads these two settings; and torch
+    does not survive a fork with threads.
+    """
+    os.environ["OMP_NUM_THREADS"] = "1"
+    if platform.machine() in ("x86_64", "AMD64"):
+        os.environ.setdefault("ATEN_CPU_CAPABILITY", "avx2")
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=_end_with_parent)
+    try:
+        running = {pool.submit(_quietly, measure, point): point for point in points}
+        for future in as_completed(running):
+            yield running[future], future.result()
+    except BaseException:
+        for worker in active_children():  # a point cut short is measured again
+            worker.kill()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _end_with_parent() -> None:
+    """In a worker: end when the study does, even if that was killed; a Ctrl-C is for the study to handle."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = parent_process()
+    assert parent is not None
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+
+
+def _quietly(measure: Measure, point: Point) -> Record:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        return measure(**point)
+
+
+def loop_arguments(**settings: Any) -> Arguments:
+    """Arguments of the training loop by their names on its command line; None stands for "not given"."""
+    given = {name: str(value) for name, value in settings.items() if value is not None}
+    return parse_arguments([word for name, value in given.items() for word in (f"--{name}", value)])
+
+
+# -- figures ----------------------------------------------------------------------------------------
+
+matplotlib.rcParams.update({
+    "axes.prop_cycle": matplotlib.cycler(color=(*COLOURS, "#555555")),
+    "axes.grid": True, "grid.alpha": 0.25, "axes.spines.right": False, "axes.spines.top": False,
+    "axes.titlelocation": "left", "axes.titlesize": 10, "figure.titlesize": 11,
+    "legend.fontsize": 7, "legend.title_fontsize": 7, "lines.markersize": 5, "savefig.dpi": 130,
+})  # fmt: skip
+
+
+def line(place: int) -> dict[str, Any]:
+    """Colour and marker of the line at a place: two ways to tell it from the others."""
+    return {"color": COLOURS[place % len(COLOURS)], "marker": MARKERS[place % len(MARKERS)]}
+
+
+def panels(rows: int, columns: int, width: float, height: float, **sharing: Any) -> tuple[Figure, Any]:
+    """A figure, and its axes in an array (rows, columns)."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False, **sharing)
+
+
+# -- one call of a recipe ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Part:
+    """A figure with records of its own: the points of a preset, how one is measured, what comes of them."""
+
+    points: Callable[[Any], list[Point]]
+    measure: Measure
+    draw: Callable[[list[Record], Any, "Study"], dict[str, list | dict]]  # saves figures, returns conclusions
+
+
+@dataclass(frozen=True)
+class Study:
+    """What was asked for on the command line, and where its files are."""
+
+    name: str
+    kept: str  # the preset whose figures the README shows
+    options: argparse.Namespace
+
+    def records(self, points: Iterable[Point], part: str = "") -> Records:
+        """The records of the study, or of one of its parts."""
+        stem = "_".join(filter(None, (self.name, self.options.preset, part)))
+        return Records(self.options.out / "results" / f"{stem}.json", points, self.options.fresh)
+
+    def save(self, figure: Figure, name: str) -> None:
+        """Write a figure, whole or not at all."""
+        preset = self.options.preset
+        path = self.options.out / "figures" / ("" if preset == self.kept else preset) / f"{name}.png"
+        with replacing(path) as temporary:
+            figure.savefig(temporary, format="png", pil_kwargs={"optimize": True})
+        print(f"drew {path}")
+
+    def make(self, part: Part, name: str, preset: Any, wanted: Callable[[Point], bool] | None = None) -> None:
+        """Measure the points of a part that are wanted, or all; draw it, keep and print its conclusions."""
+        points = part.points(preset)
+        records = self.records(points, name)
+        records.measure(part.measure, filter(wanted, points) if wanted else points, self.options.workers)
+        facts = part.draw(list(records), preset, self)
+        records.conclude(**facts)
+        for title, fact in facts.items():
+            for row in [fact] if isinstance(fact, dict) else fact:
+                print(f"{title}: " + ", ".join(f"{name} {value}" for name, value in row.items()))
+
+
+def parser_of(doc: str | None, presets: Iterable[str], parts: Iterable[str]) -> argparse.ArgumentParser:
+    """The options that all studies have."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", choices=list(presets), default="quick")
+    parser.add_argument("--only", nargs="+", choices=list(parts), default=list(parts), help="what to make")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes, one per core")
+    parser.add_argument("--out", type=Path, default=HERE, help="folder of results/ and figures/")
+    parser.add_argument("--fresh", action="store_true", help="measure again what is already known")
+    return parser

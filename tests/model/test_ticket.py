@@ -1,0 +1,402 @@
+"""Tickets: what is in the files, what happens when they are damaged, and loading without the package."""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from cases import logits_of, make, tiny_config, train_a_little
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from hf_slt import SupermaskGPT2LMHeadModel, TicketError, verify_ticket
+from hf_slt.model import ticket as ticket_module
+from hf_slt.model.random_weights import GENERATOR, draw
+from hf_slt.model.ticket import pack_mask, unpack_mask
+from hf_slt.sharing.card import entropy_bits
+from hf_slt.sharing.files import staged
+from hf_slt.sharing.mask_algebra import rewrite_ticket
+from hf_slt.sharing.verify import find_faults
+
+# No tensor but wpe fills its last byte.
+ODD = {"n_embd": 15, "n_head": 3, "density": 0.3}
+WIDTH = ODD["n_embd"]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make(**ODD)
+
+
+@pytest.fixture(scope="module")
+def saved(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tickets") / "ticket"
+    model.save_ticket(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(saved, tmp_path):
+    """A copy to damage."""
+    return Path(shutil.copytree(saved, tmp_path / "ticket"))
+
+
+# -- what is written ------------------------------------------------------------------------------
+
+
+def test_the_folder_holds_masks_configuration_and_the_code_that_travels(saved):
+    files = "config.json mask.safetensors model.safetensors.index.json generation_config.json".split()
+    code = {path.name for path in Path(ticket_module.__file__).parent.glob("*.py")} - {"__init__.py"}
+    assert {path.name for path in saved.iterdir()} == {*files, *code}
+
+
+def test_a_bit_a_weight_and_nothing_more(model, saved):
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    stored = load_file(saved / "mask.safetensors")
+    assert {array.dtype for array in stored.values()} == {np.dtype(np.uint8)}
+    assert weights / 8 <= sum(array.nbytes for array in stored.values()) < weights / 8 + len(stored)
+
+
+def test_the_file_alone_rebuilds_every_weight(model, saved):
+    """What a stranger would do, with numpy and the README only."""
+    with safe_open(saved / "mask.safetensors", "np") as file:
+        facts = json.loads(file.metadata()["hf_slt"])
+        assert (facts["format_version"], facts["generator"], facts["bit_order"]) == (1, GENERATOR, "little")
+        assert (facts["seed"], facts["density"], facts["rule"]) == (7, 0.3, "edge_popup")
+        merged = model.merge_and_unload().state_dict()
+        for name, fact in facts["tensors"].items():
+            size = int(np.prod(fact["shape"]))
+            packed = file.get_tensor(fact["key"])
+            bits = np.array([packed[i // 8] >> (i % 8) & 1 for i in range(size)]).reshape(fact["shape"])
+            assert bits.sum() == fact["kept"] == round(0.3 * size)
+            weight = bits * draw(facts["seed"], name, fact["shape"], fact["law"], fact["scale"])
+            stock, _, part = name.rpartition(".")
+            if part in ("query", "key", "value"):
+                start = ("query", "key", "value").index(part) * WIDTH
+                expected = merged[f"transformer.{stock}.weight"][:, start : start + WIDTH]
+            else:
+                expected = merged[f"transformer.{name}.weight"]
+            np.testing.assert_array_equal(weight.astype(np.float32), expected, err_msg=name)
+
+
+def test_pack_is_little_endian_bits_with_zero_padding():
+    mask = np.zeros((3, 7), bool)
+    mask[0, 0] = mask[1, 2] = True  # flat 0 and 9
+    packed = pack_mask(mask)
+    assert packed.tolist() == [1, 2, 0]
+    np.testing.assert_array_equal(unpack_mask(packed, (3, 7)), mask)
+    np.testing.assert_array_equal(pack_mask(mask.T), pack_mask(np.ascontiguousarray(mask.T)))
+
+
+def test_an_entropy_coded_file_is_near_its_bound(tmp_path):
+    """Stored bits against log2(n choose kept), by a sum of logarithms."""
+    model = SupermaskGPT2LMHeadModel(tiny_config(n_embd=128, vocab_size=500, density=0.2))
+    header = model.save_ticket(tmp_path, encoding="entropy")
+    bits = 0.0
+    for entry in header.tensors.values():
+        places = np.arange(1, entry.kept + 1)
+        bits += float(np.log2((entry.size - entry.kept + places) / places).sum())
+    assert sum(map(entropy_bits, header.tensors.values())) == pytest.approx(bits, rel=1e-9)
+    assert bits <= 8 * load_file(tmp_path / "mask.safetensors")["coded_masks"].nbytes < 1.001 * bits
+
+
+# -- version 0.1.0 --------------------------------------------------------------------------------
+
+DATA = Path(__file__).parents[1] / "data"
+OLD = {  # after train_a_little
+    "packed": tiny_config(),
+    "entropy": tiny_config(
+        embedding="trained", embedding_bits=4, law="signed_constant", tie_word_embeddings=False
+    ),
+}
+
+
+@pytest.fixture
+def same_transformers(monkeypatch):
+    """A configuration names the version of transformers that wrote it; that is not what is compared."""
+    recorded = json.loads((DATA / "ticket_0_1_0_packed" / "config.json").read_text())["transformers_version"]
+    monkeypatch.setattr("transformers.configuration_utils.__version__", recorded)
+
+
+@pytest.mark.parametrize("encoding", OLD)
+def test_tickets_of_0_1_0_load_and_are_saved_again_to_the_same_bytes(tmp_path, encoding, same_transformers):
+    old = DATA / f"ticket_0_1_0_{encoding}"
+    header = verify_ticket(old)
+    assert header.encoding == encoding
+    ticket = AutoModelForCausalLM.from_pretrained(old)
+    assert ticket.config.mask_digest == header.mask_digest
+    ticket.save_ticket(tmp_path, encoding=encoding)
+    for name in ("mask.safetensors", "config.json", "generation_config.json", "model.safetensors.index.json"):
+        assert (tmp_path / name).read_bytes() == (old / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("encoding", OLD)
+def test_what_0_1_0_learned_is_learned_again(tmp_path, encoding, same_transformers):
+    """All of training by the same steps: first scores, masks, gradients, and how they are written."""
+    model = train_a_little(SupermaskGPT2LMHeadModel(OLD[encoding]))
+    model.save_ticket(tmp_path, encoding=encoding)
+    old = DATA / f"ticket_0_1_0_{encoding}"
+    assert torch.equal(logits_of(AutoModelForCausalLM.from_pretrained(old)), logits_of(model))
+    assert (tmp_path / "mask.safetensors").read_bytes() == (old / "mask.safetensors").read_bytes()
+
+
+# -- damage ---------------------------------------------------------------------------------------
+
+
+def rewrite(folder: Path, change, facts_change=None, name="mask.safetensors"):
+    """Store other tensors or metadata, with a valid safetensors file around them."""
+    with safe_open(folder / name, "np") as file:
+        metadata = file.metadata()
+    arrays, facts = load_file(folder / name), json.loads(metadata["hf_slt"])
+    change(arrays)
+    if facts_change:
+        facts_change(facts)
+    text = json.dumps(facts)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    save_file(arrays, folder / name, metadata={**metadata, "hf_slt": text, "hf_slt_sha256": digest})
+
+
+def flip_in_file(folder, place=-100):
+    path = folder / "mask.safetensors"
+    data = bytearray(path.read_bytes())
+    data[place] ^= 4
+    path.write_bytes(data)
+
+
+def flip_in_code(folder, place):
+    rewrite_ticket(folder, folder, encoding="entropy")
+    flip_in_file(folder, place)
+
+
+def truncate(folder, share):
+    path = folder / "mask.safetensors"
+    path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
+
+
+def edit_json(folder, name, **changes):
+    path = folder / name
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def foreign_mask(folder, **options):
+    make(**(ODD | options)).save_ticket(folder.parent / "other")
+    shutil.copy(folder.parent / "other" / "mask.safetensors", folder)
+
+
+QUERY = "transformer.h.0.attn.c_attn.query_mask"
+DAMAGES = {
+    "a flipped bit": (flip_in_file, "mask.safetensors: .* has digest .*, not the"),
+    "a flipped bit of a code": (lambda folder: flip_in_code(folder, -100), r"damaged|has digest"),
+    "a flipped bit at its end": (lambda folder: flip_in_code(folder, -3), r"damaged|has digest"),
+    "a truncated file": (lambda folder: truncate(folder, 0.6), "mask.safetensors: .*(truncated|damaged)"),
+    "a truncated header": (lambda folder: truncate(folder, 0.01), "a header of .* truncated"),
+    "an empty file": (lambda folder: truncate(folder, 0), "a header of 0 bytes in a file of 0: truncated"),
+    "no file": (lambda folder: (folder / "mask.safetensors").unlink(), "mask.safetensors"),
+    "a missing tensor": (lambda f: rewrite(f, lambda a: a.pop(QUERY)), f"tensor {QUERY} is missing"),
+    "another seed": (lambda folder: foreign_mask(folder, seed=8), "made for seed=8, but config.json says 7"),
+    "another law": (lambda folder: foreign_mask(folder, law="uniform"), "made for law=.uniform"),
+    "another shape": (lambda folder: foreign_mask(folder, n_embd=18), "made for n_embd=18"),
+    "another vocabulary": (lambda folder: foreign_mask(folder, vocab_size=70), "vocab_size=70"),
+    "another qk_scale": (lambda folder: foreign_mask(folder, qk_scale=1), "made for qk_scale=1"),
+    "a mask of the same backbone": (
+        lambda folder: foreign_mask(folder, use_cache=False),
+        None,  # the same model and masks: not damage at all
+    ),
+    "an unknown format": (
+        lambda f: rewrite(f, lambda a: None, lambda facts: facts.update(format_version=99)),
+        "format_version 99 is not 1",
+    ),
+    "an unknown generator": (
+        lambda f: rewrite(f, lambda a: None, lambda facts: facts.update(generator="x/9")),
+        "generator 'x/9'",
+    ),
+    "weights of another scale": (
+        lambda f: rewrite(f, lambda a: None, lambda facts: facts["tensors"]["wte"].update(scale=0.5)),
+        "wte",
+    ),
+    "a config of another seed": (
+        lambda folder: edit_json(folder, "config.json", seed=8),
+        "seed|digest",
+    ),
+    "a config of another activation": (
+        lambda folder: edit_json(folder, "config.json", activation_function="relu"),
+        "made for activation_function=.gelu_new., but config.json says .relu",
+    ),
+    "a config without LayerNorm": (
+        lambda folder: edit_json(folder, "config.json", layer_norm=False),
+        "made for layer_norm=true, but config.json says false",
+    ),
+    "a config of another digest": (
+        lambda folder: edit_json(folder, "config.json", mask_digest="0" * 64),
+        "is not the 00000000... in config.json; the file is damaged or belongs to another ticket",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_named_by_verify_and_by_from_pretrained(folder, damage):
+    harm, message = DAMAGES[damage]
+    harm(folder)
+    if message is None:
+        verify_ticket(folder)
+        AutoModelForCausalLM.from_pretrained(folder)
+        return
+    with pytest.raises(TicketError, match=message):
+        verify_ticket(folder)
+    with pytest.raises(TicketError if damage != "no file" else OSError, match=message):
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_all_faults_are_found(folder):
+    def harm(arrays):
+        keys = list(arrays)
+        arrays[keys[0]][0] ^= 1
+        arrays[keys[1]][0] ^= 1
+
+    rewrite(folder, harm)
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors.index.json").unlink()
+    faults = [str(fault) for fault in find_faults(folder)]
+    assert sum(": damaged;" in fault for fault in faults) == 2
+    assert sum("index.json: no such file" in fault for fault in faults) == 1
+    assert sum("made for seed=7, but config.json says nothing" in fault for fault in faults) == 1
+
+
+def test_every_flipped_bit_is_found(folder):
+    """All bytes of the file, one bit each, on a coarse grid: header, metadata and masks."""
+    path = folder / "mask.safetensors"
+    whole = path.read_bytes()
+    for place in range(0, len(whole), max(1, len(whole) // 400)):
+        data = bytearray(whole)
+        data[place] ^= 1 << (place % 8)
+        path.write_bytes(data)
+        with pytest.raises(TicketError):
+            verify_ticket(folder, weights=False)
+
+
+def test_a_stale_file_of_weights_is_removed_and_refused(model, folder):
+    scores = folder.parent / "scores"
+    model.save_pretrained(scores)
+    model.save_ticket(scores)  # over it
+    assert not (scores / "model.safetensors").exists()
+    assert torch.equal(logits_of(AutoModelForCausalLM.from_pretrained(scores)), logits_of(model))
+    model.save_pretrained(scores)  # and back
+    assert not (scores / "mask.safetensors").exists()
+    assert AutoModelForCausalLM.from_pretrained(scores).config.state == "scores"
+    shutil.copy(scores / "model.safetensors", folder)
+    with pytest.raises(TicketError, match=r"model.safetensors: lies beside mask.safetensors; remove one"):
+        verify_ticket(folder)
+
+
+def test_masks_without_their_metadata_are_refused(folder):
+    arrays = load_file(folder / "mask.safetensors")
+    save_file(arrays, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "mask.safetensors").unlink()
+    (folder / "model.safetensors.index.json").unlink()
+    with pytest.raises(TicketError, match=r"is of a ticket, but no masks lie beside it"):
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_no_such_ticket(tmp_path):
+    with pytest.raises(TicketError, match="no such folder"):
+        verify_ticket(tmp_path / "nothing")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(TicketError, match=r"config.json: no such file; the ticket is incomplete"):
+        verify_ticket(tmp_path / "empty")
+
+
+# -- writing --------------------------------------------------------------------------------------
+
+
+def test_a_failed_save_leaves_the_old_ticket_whole(model, folder, monkeypatch):
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("hf_slt.sharing.saving.custom_object_save", full)
+    with pytest.raises(OSError, match="No space left"):
+        make(**ODD, seed=9).save_ticket(folder)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert [path.name for path in folder.parent.iterdir()] == ["ticket"]
+
+
+def test_a_save_cut_between_two_files_is_noticed(folder, monkeypatch):
+    replace, calls = os.replace, []
+
+    def cut(source, target):
+        calls.append(Path(target).name)
+        if Path(target).name == "config.json":
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    monkeypatch.setattr("hf_slt.sharing.files.os.replace", cut)
+    with pytest.raises(KeyboardInterrupt):
+        make(**ODD, seed=9).save_ticket(folder)
+    assert calls[-1] == "config.json"
+    with pytest.raises(TicketError, match=r"made for seed=9, but config\.json says 7"):
+        verify_ticket(folder)
+
+
+def test_staged_refuses_a_file_and_keeps_strangers(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(NotADirectoryError), staged(tmp_path / "file"):
+        pass
+    (tmp_path / "dir").mkdir()
+    (tmp_path / "dir" / "README.md").write_text("card")
+    with staged(tmp_path / "dir") as stage:
+        (stage / "config.json").write_text("{}")
+    assert (tmp_path / "dir" / "README.md").read_text() == "card"
+
+
+# -- without the package ---------------------------------------------------------------------------
+
+STRANGER = """
+import sys
+sys.modules["hf_slt"] = None  # import hf_slt fails, as where it is not installed
+import numpy
+import torch
+from transformers import AutoModelForCausalLM
+ticket, logits, *refused = sys.argv[1:]
+load = AutoModelForCausalLM.from_pretrained
+model = load(ticket, trust_remote_code=True)
+assert type(model).__module__.startswith("transformers_modules"), type(model)
+with torch.no_grad():
+    numpy.save(logits, model(torch.arange(12).view(1, 12)).logits.numpy())
+model.generate(torch.tensor([[1, 2]]), max_new_tokens=2, do_sample=False)
+for act in (*(lambda one=one: load(one, trust_remote_code=True) for one in refused), model.merge_and_unload):
+    try:
+        act()
+    except Exception as error:
+        print(type(error).__name__, error)
+    else:
+        raise SystemExit("nothing was refused")
+"""
+
+
+def test_trust_remote_code_where_the_package_is_not_installed(model, saved, folder, tmp_path):
+    flip_in_file(folder)
+    model.save_pretrained(tmp_path / "scores")
+    model.save_ticket(tmp_path / "coded", encoding="entropy")
+    paths = [saved, tmp_path / "logits.npy", folder, tmp_path / "scores", tmp_path / "coded"]
+    run = subprocess.run(
+        [sys.executable, "-c", STRANGER, *map(str, paths)],
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    damaged, *others = run.stdout.splitlines()
+    assert damaged.startswith("TicketError")
+    assert [line.startswith("ImportError") and "pip install hf_slt" in line for line in others] == [True] * 3
+    expected = logits_of(model, torch.arange(12).view(1, 12))
+    np.testing.assert_array_equal(np.load(tmp_path / "logits.npy"), expected.numpy())

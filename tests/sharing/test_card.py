@@ -1,0 +1,299 @@
+"""Model cards: every number is one of the ticket's, the snippet runs, and what is unknown is left out."""
+
+import ast
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from cases import CASES, make, tiny_config
+from huggingface_hub import ModelCard
+
+from hf_slt import SupermaskGPT2ForSequenceClassification, TicketError, verify_ticket
+from hf_slt.sharing.card import (
+    EMBEDDED,
+    describe_environment,
+    describe_text,
+    gap_closed,
+    measure_size,
+    value_bytes,
+    write_card,
+)
+from hf_slt.sharing.plots import plot_masks
+from hf_slt.text.blocks import train_tokenizer
+
+pytest.importorskip("jinja2")
+TEMPLATE = Path(__file__).parents[2] / "model_cards" / "template.md"
+RECORDS = [
+    {"kind": "evaluation", "step": 0, "loss": 7.0, "perplexity": math.exp(7.0), "bits_per_byte": 4.0},
+    *({"kind": "train", "step": step, "loss": 5.0, "tokens_per_second": 1000.0 + step} for step in (1, 2, 3)),
+    {"kind": "evaluation", "step": 3, "loss": 4.5, "perplexity": math.exp(4.5), "bits_per_byte": 2.25},
+]
+TRAINING = {
+    "dataset": "Salesforce/wikitext",
+    "dataset_config": "wikitext-103-raw-v1",
+    "validation_split": "validation",
+    "train_files": None,
+    "tokenizer": "/home/somebody/tokenizer",
+    "output_dir": "/home/somebody/runs",
+    "cache_dir": "/scratch/somebody",
+    "learning_rate": 0.01,
+    "steps": 3,
+}
+
+
+def save_ticket(folder: Path, tokenizer: bool = False, **changes):
+    model = make(**changes)
+    model.save_ticket(folder)
+    if tokenizer:
+        train_tokenizer(["The mask of a seed. " * 9], 300, 64).save_pretrained(folder)
+    return model
+
+
+@pytest.fixture(scope="module")
+def ticket(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("card") / "ticket"
+    save_ticket(folder, tokenizer=True, vocab_size=300)
+    return folder
+
+
+def table(card: str, heading: str) -> list[list[str]]:
+    """Cells of the rows of the first table whose heading begins so."""
+    rows = card[card.index(f"| {heading}") :].split("\n\n", 1)[0].splitlines()[2:]
+    return [[cell.strip(" `*") for cell in row.strip("|").split("|")] for row in rows]
+
+
+def number(text: str) -> int:
+    return int(text.replace(",", ""))
+
+
+# ---------------------------------------------------------------------------- metadata
+
+
+def test_metadata_parse_and_come_back(ticket):
+    path = write_card(
+        ticket,
+        TEMPLATE,
+        name="me/tiny-ticket",
+        records=RECORDS,
+        training=TRAINING,
+        text_sha256="ab" * 32,
+        license="apache-2.0",
+        language="en",
+    )
+    card = ModelCard.load(path)
+    data = card.data
+    assert (data.library_name, data.pipeline_tag, data.license) == (
+        "transformers",
+        "text-generation",
+        "apache-2.0",
+    )
+    assert data.language == "en"
+    assert data.datasets == "Salesforce/wikitext"
+    assert "supermask" in data.tags
+    assert data.model_name == "tiny-ticket"
+    assert {result.metric_type: result.metric_value for result in data.eval_results} == {
+        "loss": 4.5,
+        "perplexity": math.exp(4.5),
+        "bits_per_byte": 2.25,
+    }
+    for result in data.eval_results:
+        assert (result.task_type, result.dataset_type) == ("text-generation", "Salesforce/wikitext")
+        assert result.dataset_config == "wikitext-103-raw-v1"
+        assert result.dataset_args == {"sha256": "ab" * 32}
+    again = ModelCard(str(card))
+    assert again.data.to_dict() == data.to_dict()
+    assert again.text == card.text
+
+
+def test_what_is_unknown_is_left_out(ticket):
+    path = write_card(ticket, TEMPLATE)
+    card = ModelCard.load(path)
+    assert set(card.data.to_dict()) == {"library_name", "pipeline_tag", "tags"}
+    for word in ("## Results", "## Training", "None", "nan", "{{", "{%", "undefined", "\n\n\n"):
+        assert word not in card.text, word
+    assert "![" not in card.text
+    for heading in ("How to use it", "The ticket", "Limits", "Citation"):
+        assert f"## {heading}" in card.text
+    assert "2511.04217" in card.text
+    assert "2410.10986" in card.text
+
+
+def test_a_measure_that_is_no_number_is_left_out(ticket):
+    measures = {"loss": 800.0, "perplexity": math.inf, "bits_per_byte": math.nan}
+    card = ModelCard.load(write_card(ticket, TEMPLATE, measures=measures, training={}))
+    assert [result.metric_type for result in card.data.eval_results] == ["loss"]
+    assert "800.0000" in card.text
+    assert "inf |" not in card.text
+    assert card.data.language == "en"  # with no text given, the embedded corpus
+
+
+@pytest.mark.parametrize(
+    ("training", "expected"),
+    [
+        ({}, {"name": EMBEDDED}),
+        ({"train_files": ["/home/me/a.txt", "b.txt"]}, {"name": "a.txt, b.txt"}),
+        ({"train_files": ["a.txt"], "validation_files": ["/x/b.txt"]}, {"validation": "b.txt"}),
+        ({"dataset": str(TEMPLATE.parent)}, {"name": "model_cards"}),
+        (
+            {"dataset": "a/b", "dataset_config": "c"},
+            {"name": "a/b c", "dataset": "a/b", "config": "c", "validation": "validation text of a/b c"},
+        ),
+    ],
+)
+def test_text_is_named_without_folders(training, expected):
+    found = describe_text(training)
+    assert expected.items() <= found.items()
+    assert ("dataset" in found) == ("dataset" in expected)
+    assert "/home" not in str(found)
+
+
+# ---------------------------------------------------------------------------- the snippet
+
+
+def run_snippet(card: str, folder: Path, monkeypatch, capsys) -> str:
+    (snippet,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    monkeypatch.chdir(folder.parent)
+    capsys.readouterr()
+    exec(compile(snippet, "card", "exec"), {})
+    return capsys.readouterr().out
+
+
+def test_the_snippet_generates(ticket, monkeypatch, capsys):
+    card = write_card(ticket, TEMPLATE).read_text()
+    assert run_snippet(card, ticket, monkeypatch, capsys).startswith("The")
+
+
+def test_the_snippet_without_tokenizer(tmp_path, monkeypatch, capsys):
+    save_ticket(tmp_path / "bare")
+    card = write_card(tmp_path / "bare", TEMPLATE).read_text()
+    ids = ast.literal_eval(run_snippet(card, tmp_path / "bare", monkeypatch, capsys))
+    assert ids[0] == tiny_config().bos_token_id
+
+
+def test_the_snippet_of_a_classifier(tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "classifier"
+    save_ticket(folder, True, model_class=SupermaskGPT2ForSequenceClassification, vocab_size=300)
+    path = write_card(folder, TEMPLATE)
+    assert ModelCard.load(path).data.pipeline_tag == "text-classification"
+    assert "tensor([[" in run_snippet(path.read_text(), folder, monkeypatch, capsys)
+
+
+# ---------------------------------------------------------------------------- numbers
+
+
+@pytest.mark.parametrize(
+    "case", ["normal", "normal-trained", "constant-frozen-untied", "xavier-free_heads"], ids=str
+)
+def test_numbers_are_those_of_the_ticket(case, tmp_path):
+    folder = tmp_path / "ticket"
+    model = save_ticket(folder, **CASES[case])
+    card = write_card(folder, TEMPLATE).read_text()
+    header = verify_ticket(folder)
+
+    facts = {row[0]: row[1] for row in table(card, "|\n|---|---|\n| seed")}
+    assert int(facts["seed"]) == header.seed
+    assert float(facts["density asked"]) == header.density
+    assert facts["mask digest"] == header.mask_digest
+    assert facts["weight generator"] == header.generator
+    assert int(facts["width"]) == model.config.n_embd
+
+    rows = {row[0]: row[1:] for row in table(card, "tensor | shape")}
+    assert list(rows) == list(header.tensors)
+    masks = model.mask_arrays()
+    for name, (shape, law, scale, asked, kept, density) in rows.items():
+        entry = header.tensors[name]
+        assert tuple(map(int, shape.split(" x "))) == entry.shape
+        assert law == (entry.law or "trained")
+        if entry.law:
+            assert float(scale) == pytest.approx(entry.scale, rel=1e-5)
+        count, size = map(number, kept.split(" of "))
+        assert size == entry.size
+        assert count == (masks[name].sum() if name in masks else size)
+        assert float(density) == pytest.approx(count / size, rel=1e-5)
+        assert asked == (str(header.density) if name in masks else "")
+
+    parts = [number(row[1]) for row in table(card, "part | bytes")]
+    assert parts[3] == sum(parts[:3]) == (folder / "mask.safetensors").stat().st_size
+    assert parts[0] == sum(-(-mask.size // 8) for mask in masks.values())
+    trained = [entry for entry in header.tensors.values() if entry.trained]
+    assert parts[1] == sum(4 * entry.size for entry in trained) == sum(map(value_bytes, trained))
+    weights = sum(entry.size for entry in header.tensors.values())
+    assert f"{8 * parts[3] / weights:.3f} bits per weight" in card
+    assert ("except" in card.split("##")[0]) == (case == "normal-trained")
+
+
+def test_sizes_of_a_ticket_under_the_usual_name(tmp_path):
+    model = save_ticket(tmp_path / "a")
+    model.to_ticket().save_pretrained(tmp_path / "b")
+    assert (tmp_path / "b" / "model.safetensors").exists()
+    one, other = (measure_size(tmp_path / name, verify_ticket(tmp_path / name)) for name in "ab")
+    assert one["mask_bytes"] == other["mask_bytes"]
+    assert other["file_name"] == "model.safetensors"
+    assert "`model.safetensors` takes" in write_card(tmp_path / "b", TEMPLATE).read_text()
+
+
+def test_results_and_controls_in_one_table(ticket):
+    controls = {"random_mask": {"loss": 7.5}, "dense": {"loss": 3.5, "perplexity": 33.1154}}
+    card = write_card(ticket, TEMPLATE, records=RECORDS, controls=controls, training=TRAINING).read_text()
+    assert table(card, "| loss") == [
+        ["ticket", "4.5000", f"{math.exp(4.5):.4f}", "2.2500"],
+        ["random mask", "7.5000", "", ""],
+        ["dense twin", "3.5000", "33.1154", ""],
+    ]
+    assert "closes **75.0 %**" in card
+    assert "3 optimizer steps, 1,002 tokens per second" in card
+    assert "validation text of Salesforce/wikitext wikitext-103-raw-v1" in card
+
+
+def test_gap_closed_needs_all_three():
+    assert gap_closed({"ticket": {"loss": 1.0}, "dense": {"loss": 0.5}}) is None
+    assert gap_closed({label: {"loss": 1.0} for label in ("ticket", "dense", "random_mask")}) is None
+
+
+# ---------------------------------------------------------------------------- the rest
+
+
+def test_arguments_command_and_environment_without_folders(ticket):
+    command = ["accelerate", "launch", "recipes/train.py", "--output_dir=/home/somebody/runs", "a b"]
+    card = write_card(
+        ticket, TEMPLATE, training=TRAINING, command=command, environment=describe_environment()
+    ).read_text()
+    assert "accelerate launch recipes/train.py --output_dir=runs 'a b'" in card
+    assert 'tokenizer: "tokenizer"' in card
+    assert "learning_rate: 0.01" in card
+    assert "output_dir: " not in card
+    assert "somebody" not in card
+    assert f"torch {torch.__version__}" in card
+    assert re.search(r"on \d+ (CPU cores|x )", card)
+
+
+def test_figures_are_shown_if_they_are_there(ticket, tmp_path):
+    pytest.importorskip("matplotlib")
+    plot_masks({"wte": np.eye(16, dtype=bool)}, ticket / "masks.png")
+    card = write_card(ticket, TEMPLATE).read_text()
+    assert re.findall(r"!\[.*?\]\((.*?)\)", card) == ["masks.png"]
+    (ticket / "masks.png").unlink()
+
+
+def test_a_damaged_ticket_gets_no_card(tmp_path):
+    folder = tmp_path / "ticket"
+    save_ticket(folder)
+    before = write_card(folder, TEMPLATE).read_text()
+    path = folder / "mask.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(TicketError, match="damaged"):
+        write_card(folder, TEMPLATE, name="other")
+    assert (folder / "README.md").read_text() == before
+
+
+def test_a_card_does_not_disturb_the_ticket(ticket):
+    write_card(ticket, TEMPLATE)
+    files = {path.name for path in ticket.iterdir()}
+    write_card(ticket, TEMPLATE)
+    assert {path.name for path in ticket.iterdir()} == files
+    verify_ticket(ticket)

@@ -1,0 +1,98 @@
+"""Masks of one backbone compared and combined: as by numpy, and what comes out is a ticket like any other."""
+
+import numpy as np
+import pytest
+from cases import save_tickets, tiny_config
+
+from hf_slt import SupermaskGPT2LMHeadModel, TicketError, combine_tickets, compare_tickets, verify_ticket
+from hf_slt.model.ticket import read_ticket
+from hf_slt.sharing.mask_algebra import COMBINATIONS, compare_masks, rewrite_ticket
+from hf_slt.sharing.verify import mask_path
+
+NAIVE = {
+    "intersection": lambda masks: masks.all(0),
+    "union": lambda masks: masks.any(0),
+    "majority": lambda masks: masks.sum(0) > len(masks) / 2,
+}
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shelf")
+    save_tickets(folder, ["one", "two", "three"])
+    return folder
+
+
+def masks_of(folder) -> dict[str, np.ndarray]:
+    return read_ticket(mask_path(folder)).masks()
+
+
+def test_compared_as_counted_naively(shelf):
+    one, two = masks_of(shelf / "one"), masks_of(shelf / "two")
+    found = compare_tickets(shelf / "one", shelf / "two")
+    assert found.keys() == {*one, "all"}
+    for name, mask in one.items():
+        assert found[name].hamming == (mask != two[name]).sum()
+        assert found[name].overlap == (mask & two[name]).sum() / (mask | two[name]).sum()
+        assert found[name].size == mask.size
+    assert found["all"].hamming == sum(found[name].hamming for name in one)
+    same = compare_tickets(shelf / "one", shelf / "one")["all"]
+    assert (same.hamming, same.overlap) == (0, 1.0)
+
+
+def test_chance_is_the_overlap_of_random_masks():
+    generator = np.random.default_rng(0)
+    one, two = (np.packbits(generator.random(400_000) < density) for density in (0.3, 0.6))
+    found = compare_masks({"w": one}, {"w": two}, {"w": 400_000})["w"]
+    assert found.overlap == pytest.approx(found.chance, rel=0.01)
+    assert found.chance == pytest.approx(0.18 / 0.72, rel=0.01)
+
+
+@pytest.mark.parametrize("how", COMBINATIONS)
+@pytest.mark.parametrize("names", [["one", "two"], ["one", "two", "three"]], ids=len)
+@pytest.mark.parametrize("encoding", ["packed", "entropy"])
+def test_combined_as_by_numpy(shelf, tmp_path, how, names, encoding):
+    folders = [shelf / name for name in names]
+    header = combine_tickets(folders, how, tmp_path / "new", encoding=encoding)
+    assert verify_ticket(tmp_path / "new") == header
+    found, masks = masks_of(tmp_path / "new"), [masks_of(folder) for folder in folders]
+    for name, mask in found.items():
+        assert np.array_equal(mask, NAIVE[how](np.stack([one[name] for one in masks])))
+    kept = sum(mask.sum() for mask in found.values()) / sum(mask.size for mask in found.values())
+    base = SupermaskGPT2LMHeadModel.from_pretrained(shelf / "one")
+    base.load_mask(tmp_path / "new", "new")
+    base.set_mask("new")
+    assert base.config.density == header.density == kept
+
+
+def test_what_cannot_be_combined_is_named(shelf, tmp_path):
+    SupermaskGPT2LMHeadModel(tiny_config(seed=8)).save_ticket(tmp_path / "other")
+    save_tickets(tmp_path, ["a", "b"], embedding="trained")
+    for sources, how, said in (
+        ([shelf / "one", tmp_path / "other"], "union", "different backbones: seed 7 and 8"),
+        ([shelf / "one"], "union", "at least two"),
+        ([shelf / "one", shelf / "two"], "xor", "'xor' is not one of"),
+        ([tmp_path / "a", tmp_path / "b"], "union", "trained values of wpe"),
+    ):
+        with pytest.raises(ValueError, match=said) as caught:
+            combine_tickets(sources, how, tmp_path / "new")
+        assert isinstance(caught.value, TicketError) or how == "xor" or len(sources) == 1
+    assert not (tmp_path / "new").exists()
+
+
+# -- rewriting ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("encoding", ["packed", "entropy"])
+def test_rewriting_changes_the_encoding_and_nothing_else(shelf, tmp_path, encoding):
+    source = shelf / "one"
+    rewrite_ticket(source, tmp_path / "coded", encoding="entropy")
+    rewrite_ticket(tmp_path / "coded", tmp_path / "new", encoding=encoding)
+    assert verify_ticket(tmp_path / "new").encoding == encoding
+    for path in source.iterdir():
+        if encoding == "packed" or path.name not in ("mask.safetensors", "model.safetensors.index.json"):
+            assert (tmp_path / "new" / path.name).read_bytes() == path.read_bytes(), path.name
+    rewrite_ticket(tmp_path / "new", tmp_path / "new", encoding="packed")  # in place
+    assert (tmp_path / "new" / "mask.safetensors").read_bytes() == (source / "mask.safetensors").read_bytes()
+    with pytest.raises(ValueError, match="'zip' is not one of"):
+        rewrite_ticket(source, tmp_path / "zip", encoding="zip")

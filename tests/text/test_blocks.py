@@ -1,0 +1,497 @@
+"""Text -> blocks: against naive packing, across sources, with damaged caches and wrong arguments."""
+
+import dataclasses
+import hashlib
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+from torch.utils.data import DataLoader
+from transformers import AutoTokenizer
+
+from hf_slt.text import blocks as data
+from hf_slt.text.blocks import (
+    END_OF_TEXT,
+    BlockPacker,
+    DataArguments,
+    load_blocks,
+    load_tokenizer,
+    train_tokenizer,
+)
+from hf_slt.text.corpus import (
+    DataError,
+    Documents,
+    _prose,
+    digest_documents,
+    embedded_corpus,
+    read_files,
+    split_documents,
+)
+
+ROOT = Path(__file__).parents[2]
+
+
+def make_documents(count: int, words: list[str], seed: int = 0) -> list[str]:
+    choose = random.Random(seed)
+    return [" ".join(choose.choices(words, k=choose.randint(1, 60))) + f" {i}\n" for i in range(count)]
+
+
+ASCII = make_documents(150, ["mask", "seed", "ticket", "density", "score,", "of the", "weights\n\n", "a"])
+UNICODE = make_documents(40, ["é", "🙂", "日本語", "naïve", "mask", "ﬁn  ", "\t"])
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(ASCII, vocab_size=300, model_max_length=32)
+
+
+@pytest.fixture(autouse=True)
+def private_caches(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+    monkeypatch.setattr(data, "HF_HOME", str(tmp_path / "home"))
+
+
+def write(folder: Path, name: str, documents: list[str], column: str = "text") -> str:
+    path = folder / name
+    if path.suffix == ".jsonl":
+        path.write_text(
+            "".join(json.dumps({column: text, "id": i}) + "\n" for i, text in enumerate(documents))
+        )
+    elif path.suffix == ".parquet":
+        rows = {column: documents, "id": list(range(len(documents)))}
+        datasets.Dataset.from_dict(rows).to_parquet(path)
+    else:
+        path.write_text("".join(documents))
+    return str(path)
+
+
+def naive_ids(documents: list[str], tokenizer, end_of_text: bool = True) -> list[int]:
+    ids = []
+    for text in documents:
+        ids += tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] * end_of_text
+    return ids
+
+
+# ---------------------------------------------------------------------------- packing
+
+
+@pytest.mark.parametrize("end_of_text", [True, False])
+@pytest.mark.parametrize("block_size", [2, 7, 32, 1000])
+@pytest.mark.parametrize("documents", [ASCII, UNICODE], ids=["ascii", "unicode"])
+def test_packing_is_concatenation_and_reshape(documents, block_size, end_of_text, tokenizer):
+    packer = BlockPacker(documents, tokenizer, block_size, end_of_text)
+    blocks = np.stack(list(packer))
+    ids = naive_ids(documents, tokenizer, end_of_text)
+    whole = len(ids) // block_size * block_size
+    assert blocks.ravel().tolist() == ids[:whole]
+    # In byte-level BPE a token is spelled with one character per byte: an exact count, found another way.
+    covered = [token for token in ids[:whole] if token != tokenizer.eos_token_id]
+    exact = sum(len(token) for token in tokenizer.convert_ids_to_tokens(covered))
+    assert packer.bytes == exact if documents is ASCII else abs(packer.bytes - exact) <= 3
+
+
+def test_bytes_are_right_after_every_block(tokenizer):
+    packer = BlockPacker(ASCII, tokenizer, 5)
+    text = ""
+    for block in packer:
+        text += tokenizer.decode(block, skip_special_tokens=True)
+        assert packer.bytes == len(text.encode())
+
+
+def test_long_documents_are_tokenised_in_pieces_without_loss(tokenizer, monkeypatch):
+    monkeypatch.setattr(data, "PIECE", 50)
+    documents = ["".join(ASCII[:20]), "x" * 400, "short"]
+    packer = BlockPacker(documents, tokenizer, 1)
+    ids = np.concatenate(list(packer))
+    assert tokenizer.decode(ids) == END_OF_TEXT.join(documents) + END_OF_TEXT
+    assert packer.bytes == sum(len(text) for text in documents)
+
+
+def test_text_that_spells_end_of_text_does_not_end_a_document(tokenizer):
+    ids = np.concatenate(list(BlockPacker([f"a {END_OF_TEXT} b", "c"], tokenizer, 1)))
+    assert (ids == tokenizer.eos_token_id).sum() == 2
+    assert tokenizer.decode(ids) == f"a {END_OF_TEXT} b{END_OF_TEXT}c{END_OF_TEXT}"
+
+
+# ---------------------------------------------------------------------------- tokenizer and embedded corpus
+
+
+def test_tokenizer_keeps_every_text_and_saves(tokenizer, tmp_path):
+    assert len(tokenizer) == 300
+    assert tokenizer.eos_token == tokenizer.bos_token == tokenizer.pad_token == END_OF_TEXT
+    assert tokenizer.model_max_length == 32
+    tokenizer.save_pretrained(tmp_path / "tok")
+    for again in (load_tokenizer(str(tmp_path / "tok")), AutoTokenizer.from_pretrained(tmp_path / "tok")):
+        for text in ["", " a  b\n\n\tc ", "é🙂日本語\x00\u202e", *UNICODE[:5]]:
+            ids = tokenizer(text)["input_ids"]
+            assert again(text)["input_ids"] == ids
+            assert again.decode(ids) == text
+
+
+def test_embedded_corpus_and_tokenizer_are_the_same_in_another_process():
+    documents = embedded_corpus()
+    assert 2e6 < sum(len(text.encode()) for text in documents) < 6e6  # about 3 MB in any version
+    assert len(set(documents)) > 0.99 * len(documents)
+    code = """
+import hashlib, sys
+sys.modules["turtle"] = None  # importing it would now fail
+from hf_slt.text.corpus import digest_documents, embedded_corpus
+from hf_slt.text.blocks import train_tokenizer
+tokenizer = train_tokenizer(embedded_corpus()[:100], 600, 64)
+assert "antigravity" not in sys.modules and "this" not in sys.modules
+print(digest_documents(embedded_corpus()))
+print(hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest())
+"""
+    environment = {**os.environ, "PYTHONHASHSEED": "7", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    here = train_tokenizer(documents[:100], 600, 64).backend_tokenizer.to_str()
+    assert done.stdout.split() == [digest_documents(documents), hashlib.sha256(here.encode()).hexdigest()]
+
+
+def test_prose_of_a_source_is_its_docstrings_and_longer_comments():
+    source = '''# A comment of eight words, over two lines,
+# is kept as it is.
+"""\\
+Module."""
+x = "# no comment, \'\'\' no docstring, in spite of its eight words"  # nor is this comment, which trails
+TEXT = """no docstring, since a value"""
+class A(B):
+    r"""First line.
+
+    Deeper.
+    """
+    # short comment
+    async def f(self, a: int = 3,
+                *rest) -> None:
+        \'\'\'Says """so""".\'\'\'
+'''
+    assert _prose(source).split("\n\n") == [
+        "A comment of eight words, over two lines,\nis kept as it is.",
+        "Module.",
+        "A(B)",
+        "First line.",
+        "Deeper.",
+        "f(self, a: int = 3,\n                *rest)",
+        'Says """so""".',
+    ]
+
+
+def test_default_arguments_give_blocks_of_the_embedded_corpus(tmp_path):
+    corpus = load_blocks(DataArguments(cache_dir=str(tmp_path)))
+    assert corpus.source == "embedded corpus"
+    assert len(corpus.tokenizer) == 2048
+    assert corpus.train.array.shape[1] == 128
+    assert corpus.train.array.size > 300_000
+    share = corpus.validation.bytes / (corpus.validation.bytes + corpus.train.bytes)
+    assert 0.02 < share < 0.08
+    assert corpus.digest in corpus.summary()
+    assert 2 < corpus.train.bytes_per_token < 5
+
+
+def test_digest_knows_boundaries_and_order():
+    assert digest_documents(["ab", "c"]) != digest_documents(["a", "bc"]) != digest_documents(["bc", "a"])
+    expected = hashlib.sha256(b"\0\0\0\0\0\0\0\2ab").hexdigest()
+    assert digest_documents(["ab"]) == expected
+
+
+# ---------------------------------------------------------------------------- splits
+
+
+def test_many_documents_split_by_hash():
+    documents = make_documents(4000, ["a", "b", "c"])
+    train, validation = (list(part) for part in split_documents(documents, 0.05))
+    assert sorted(train + validation) == sorted(documents)
+    assert 140 < len(validation) < 260  # 200 +- 4.4 deviations
+    shuffled = random.Random(1).sample(documents, len(documents))
+    assert set(split_documents(shuffled, 0.05)[1]) == set(validation)  # not a matter of place
+
+
+def test_few_documents_split_at_a_line_near_their_end():
+    documents = ["".join(f"line {i}\n" for i in range(100)), "no line break at all " * 50]
+    train, validation = (list(part) for part in split_documents(documents, 0.05))
+    assert [a + b for a, b in zip(train, validation, strict=True)] == documents
+    assert train[0].endswith("\n")
+    assert 0.03 < len(validation[0]) / len(documents[0]) < 0.07
+
+
+def test_lines_of_one_text_split_at_the_end():
+    lines = [f"line {i}\n" for i in range(200)]
+    train, validation = split_documents(lines, 0.05, lines=True)
+    assert (list(train), list(validation)) == (lines[:190], lines[190:])
+
+
+# ---------------------------------------------------------------------------- sources
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_files_give_the_documents_written(suffix, streaming, tmp_path):
+    path = write(tmp_path, f"a{suffix}", [*ASCII, ""], column="body")
+    documents = read_files([path], "body", streaming=streaming)
+    assert list(documents) == ASCII == list(documents)  # twice, and without the empty one
+
+
+def test_text_files_by_glob_and_unit(tmp_path):
+    write(tmp_path, "b.txt", ["one\n", "two\n\n", "é\n"])
+    write(tmp_path, "a.txt", ["first"])
+    pattern = [str(tmp_path / "*.txt")]
+    assert list(read_files(pattern)) == ["first", "one\ntwo\n\né\n"]
+    assert list(read_files(pattern, sample_by="line")) == ["first", "one\n", "two\n", "\n", "é\n"]
+    assert list(read_files(pattern, sample_by="paragraph")) == ["first", "one\ntwo", "é\n"]
+
+
+def test_a_changed_file_is_read_anew(tmp_path):
+    path = write(tmp_path, "a.txt", ["old text"])
+    assert list(read_files([path])) == ["old text"]
+    write(tmp_path, "a.txt", ["new text, longer"])
+    assert list(read_files([path])) == ["new text, longer"]
+
+
+def test_streaming_equals_loading(tmp_path):
+    options = {"train_files": [write(tmp_path, "a.jsonl", ASCII)], "vocab_size": 300, "block_size": 16}
+    loaded = load_blocks(DataArguments(**options))
+    streamed = load_blocks(DataArguments(**options, streaming=True))
+    rows = [block["input_ids"] for block in streamed.train]
+    assert np.array_equal(np.stack(rows), loaded.train.array)
+    assert np.array_equal(streamed.validation.array, loaded.validation.array)
+    assert streamed.validation.bytes == loaded.validation.bytes
+    assert loaded.tokenizer.get_vocab() == streamed.tokenizer.get_vocab()
+    assert streamed.digest is None
+    assert "streamed" in streamed.summary()
+    assert [len(b["input_ids"]) for b in DataLoader(streamed.train, batch_size=len(rows))] == [len(rows)]
+    # Two workers share the stream: together each block once.
+    shared = DataLoader(streamed.train, batch_size=None, num_workers=2)
+    assert sorted(b["input_ids"].tolist() for b in shared) == sorted(row.tolist() for row in rows)
+
+
+def test_blocks_feed_a_data_loader(tmp_path):
+    corpus = load_blocks(
+        DataArguments(train_files=[write(tmp_path, "a.jsonl", ASCII)], vocab_size=300, block_size=16)
+    )
+    batches = list(DataLoader(corpus.train, batch_size=8))
+    ids = np.concatenate([batch["input_ids"].numpy() for batch in batches])
+    assert np.array_equal(ids, corpus.train.array)
+    assert ids.dtype == np.int64
+    assert all((batch["labels"] == batch["input_ids"]).all() for batch in batches)
+    assert corpus.train[2:5]["input_ids"].shape == (3, 16)
+
+
+def test_data_set_folder_with_splits_and_pretrained_tokenizer(tokenizer, tmp_path):
+    folder = tmp_path / "set"
+    folder.mkdir()
+    write(folder, "train.jsonl", ASCII)
+    write(folder, "validation.jsonl", UNICODE)
+    tokenizer.save_pretrained(tmp_path / "tok")
+    options = {"dataset": str(folder), "tokenizer": str(tmp_path / "tok"), "block_size": 8}
+    corpus = load_blocks(DataArguments(**options))
+    assert (
+        corpus.validation.array.ravel().tolist()
+        == naive_ids(UNICODE, tokenizer)[: corpus.validation.array.size]
+    )
+    few = load_blocks(DataArguments(**options, validation_blocks=3))
+    assert np.array_equal(few.validation.array, corpus.validation.array[:3])
+    text = tokenizer.decode(few.validation.array.ravel(), skip_special_tokens=True).rstrip("\ufffd")
+    assert 0 <= few.validation.bytes - len(text.encode()) <= 4  # the last character may be split
+    assert few.train.array.shape == corpus.train.array.shape
+
+
+def test_hub_data_set_is_asked_for_by_name_and_config(monkeypatch):
+    asked = []
+
+    def load_dataset(*args, **options):
+        asked.append((args, options))
+        rows = datasets.Dataset.from_dict({"text": [" = Title = \n", "", " Words . \n"] * 40})
+        return {"train": rows, "validation": rows, "test": rows}
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    arguments = DataArguments(
+        dataset="Salesforce/wikitext",
+        dataset_config="wikitext-103-raw-v1",
+        end_of_text=False,
+        vocab_size=257,
+        block_size=4,
+    )
+    corpus = load_blocks(arguments)
+    assert asked == [(("Salesforce/wikitext", "wikitext-103-raw-v1"), {"streaming": False})]
+    assert corpus.tokenizer.eos_token_id not in corpus.train.array
+    assert corpus.tokenizer.decode(corpus.train.array.ravel()[:40]).startswith(" = Title = \n Words . \n =")
+
+
+# ---------------------------------------------------------------------------- cache
+
+
+@pytest.fixture
+def arguments(tmp_path):
+    path = write(tmp_path, "a.jsonl", ASCII)
+    cache = str(tmp_path / "cache")
+    return DataArguments(train_files=[path], vocab_size=300, block_size=16, cache_dir=cache)
+
+
+def cache_files(arguments: DataArguments) -> list[Path]:
+    return sorted(Path(arguments.cache_dir).iterdir())
+
+
+def test_cache_is_used_and_keyed_by_content(arguments, tmp_path, monkeypatch):
+    first = load_blocks(arguments)
+    assert [path.suffix for path in cache_files(arguments)] == [".npz"] * 2  # train, validation
+    with monkeypatch.context() as patch:
+        patch.setattr(BlockPacker, "__iter__", lambda self: pytest.fail("packed again"))
+        again = load_blocks(arguments)
+        # The same text from another place is the same content.
+        moved = write(tmp_path, "moved.parquet", ASCII)
+        load_blocks(dataclasses.replace(arguments, train_files=[moved]))
+    assert np.array_equal(first.train.array, again.train.array)
+    assert (first.train.bytes, first.digest) == (again.train.bytes, again.digest)
+    for change in (
+        {"block_size": 8},
+        {"end_of_text": False},
+        {"vocab_size": 310},
+        {"validation_fraction": 0.2},
+    ):
+        before = len(cache_files(arguments))
+        load_blocks(dataclasses.replace(arguments, **change))
+        assert len(cache_files(arguments)) > before, change
+
+
+def flip_middle(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGE = {
+    "flipped bit": flip_middle,
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[:-7]),
+    "emptied": lambda path: path.write_bytes(b""),
+    "of another form": lambda path: path.write_text("[1]"),
+    "pickle": lambda path: np.savez(path, array=np.array([{}], object), bytes=1),
+    "without count": lambda path: np.savez(path, array=np.zeros((2, 16), np.uint16)),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damaged_cache_is_noticed_and_rebuilt(kind, arguments, caplog):
+    whole = load_blocks(arguments)
+    for path in cache_files(arguments):
+        DAMAGE[kind](path)
+    again = load_blocks(arguments)
+    assert "damaged" in caplog.text
+    assert np.array_equal(whole.train.array, again.train.array)
+    assert whole.train.bytes == again.train.bytes
+    caplog.clear()
+    load_blocks(arguments)
+    assert caplog.text == ""
+
+
+def test_a_failed_write_leaves_nothing_behind(arguments, monkeypatch):
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(DataError, match=r"No space left on device; choose another cache_dir"):
+        load_blocks(arguments)
+    assert cache_files(arguments) == []
+
+
+# ---------------------------------------------------------------------------- errors and arguments
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"block_size": 1}, "block_size 1 leaves nothing"),
+        ({"vocab_size": 256}, "vocab_size 256 cannot hold"),
+        ({"validation_fraction": 1.0}, r"validation_fraction 1\.0 is not between"),
+        ({"validation_blocks": 0}, "validation_blocks 0 validates on nothing"),
+        ({"sample_by": "word"}, "sample_by 'word' is unknown"),
+        ({"dataset": "x", "train_files": ["y"]}, "both given; leave one"),
+        ({"validation_files": ["y"]}, "without train_files"),
+    ],
+)
+def test_wrong_arguments(change, message):
+    with pytest.raises(DataError, match=message):
+        DataArguments(**change)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_wrong_sources(streaming, tmp_path):
+    good = write(tmp_path, "a.jsonl", ASCII)
+    empty = write(tmp_path, "empty.txt", [])
+    short = write(tmp_path, "short.txt", ["a few words\n" * 3])
+    latin = tmp_path / "latin.txt"
+    latin.write_bytes("é".encode("latin-1") * 1000)
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"text": "a"}\n{"text": ')
+    (tmp_path / "a.docx").write_text("x")
+
+    def load(*files, **options):
+        corpus = load_blocks(DataArguments(train_files=list(files), streaming=streaming, **options))
+        return list(corpus.train)
+
+    for files, options, message in [
+        ([str(tmp_path / "nope.txt")], {}, "there is no file '.*nope.txt'"),
+        ([str(tmp_path / "*.csv")], {}, r"no file matches the pattern '.*\*.csv'"),
+        ([str(tmp_path / "a.docx")], {}, r"suffix '.docx' is unknown; use one of .txt, .md, .jsonl"),
+        ([good, short], {}, r"several kinds \(json, text\)"),
+        ([good], {"text_column": "body"}, "no column 'body'; set text_column to one of: text, id"),
+        ([good], {"text_column": "id"}, "column 'id' holds int"),
+        ([empty], {}, "train split holds no text"),
+        ([short], {"validation_files": [empty]}, "validation split holds no text"),
+        (
+            [good],
+            {"validation_files": [short], "vocab_size": 257},
+            r"validation split has \d+ tokens, too few",
+        ),
+        (
+            [short],
+            {"validation_files": [good]},
+            r"train split has \d+ tokens, too few for one block of 128; give",
+        ),
+        ([str(latin)], {}, "cannot read .*latin.txt: .*UnicodeDecodeError.*UTF-8"),
+        ([str(broken)], {}, "cannot read .*broken.jsonl"),
+        ([good], {"tokenizer": str(tmp_path / "nowhere")}, "cannot load tokenizer '.*nowhere'"),
+    ]:
+        with pytest.raises(DataError, match=message):
+            load(*files, **options)
+
+
+def test_errors_of_data_sets(tmp_path, monkeypatch):
+    folder = tmp_path / "set"
+    folder.mkdir()
+    write(folder, "train.jsonl", ASCII)
+    with pytest.raises(DataError, match="no split 'dev'; set train_split to one of: train"):
+        load_blocks(DataArguments(dataset=str(folder), train_split="dev"))
+    with pytest.raises(DataError, match="a stream of lines has no known end"):
+        load_blocks(DataArguments(dataset=str(folder), streaming=True, end_of_text=False))
+
+    def unreachable(*args, **options):
+        raise ConnectionError("Couldn't reach the Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    message = "cannot load data set some/name main: ConnectionError: .*train_files, or .*embedded corpus"
+    with pytest.raises(DataError, match=message):
+        load_blocks(DataArguments(dataset="some/name", dataset_config="main"))
+
+
+def test_a_tokenizer_without_end_of_text_is_refused(tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path / "tok")
+    path = tmp_path / "tok" / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    del config["eos_token"]
+    path.write_text(json.dumps(config))
+    with pytest.raises(DataError, match="no end-of-text token; set its eos_token"):
+        load_tokenizer(str(tmp_path / "tok"))
+
+
+def test_documents_can_be_walked_again():
+    documents = Documents(lambda: iter(["a", "", "b"]))
+    assert list(documents) == list(documents) == ["a", "b"]

@@ -1,0 +1,208 @@
+"""Selection against a naive sort; and where a device must not be waited for, no operator waits."""
+
+import math
+from contextlib import contextmanager
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_slt.model.random_weights import TensorSpec
+from hf_slt.training import selection
+from hf_slt.training.scores import ScoresEmbedding, ScoresLinear
+from hf_slt.training.selection import keep_by_bits, keep_by_sample, keep_largest, kept_count, traced_mask
+
+
+def naive_mask(values: torch.Tensor, count: int) -> torch.Tensor:
+    """A stable sort of all values, descending: ties stay in row-major order."""
+    flat = values.contiguous().view(-1).double().numpy()
+    mask = np.zeros(flat.size, bool)
+    mask[np.argsort(-flat, kind="stable")[:count]] = True
+    return torch.from_numpy(mask).view(values.shape)
+
+
+def make_values(size: int, levels: int, seed: int) -> torch.Tensor:
+    """Few levels make many ties."""
+    generator = torch.Generator().manual_seed(seed)
+    if levels:
+        return torch.randint(levels, (size,), generator=generator).float() - levels // 2
+    return torch.randn(size, generator=generator)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    size=st.integers(1, 3000),
+    levels=st.sampled_from([0, 1, 2, 5, 1000]),
+    share=st.floats(0, 1),
+    seed=st.integers(0, 99),
+    sample=st.sampled_from([16, 64, 1 << 14]),
+    rank=st.sampled_from([selection.as_they_are, torch.abs]),
+)
+def test_exactly_the_largest_ties_to_the_lower_index(size, levels, share, seed, sample, rank):
+    values, count = make_values(size, levels, seed), max(1, round(share * size))
+    expected = naive_mask(rank(values), count)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(selection, "_SAMPLE", sample)  # small: the sampled path at every size
+        patch.setattr(selection, "_PIECE", 4 * sample)
+        assert torch.equal(keep_by_sample(values, count, rank), expected)
+    assert torch.equal(keep_by_bits(values, count, rank), expected)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=40), st.floats(0, 1))
+@example([0.0, -0.0, 0.0, -0.0], 0.5)
+@example([-1.0] * 9, 0.3)
+@example([math.inf, -math.inf, math.inf, 3e38, -3e38], 0.4)
+@example([1e-45, -1e-45, 0.0], 0.67)
+def test_by_bits_any_float_has_its_place(values, share):
+    """Negative numbers, both zeros, infinities, the smallest and the largest; one kept, or all."""
+    values = torch.tensor(values)
+    for count in {1, max(1, round(share * len(values))), len(values)}:
+        assert torch.equal(keep_by_bits(values, count), naive_mask(values, count))
+        assert torch.equal(keep_by_bits(values, count, torch.abs), naive_mask(values.abs(), count))
+
+
+def test_adversarial_order_is_still_exact():
+    """A sample that is not typical: the values follow the stride of the sample."""
+    size = 1 << 17
+    values = torch.arange(size, dtype=torch.float32)
+    values[:: round(size ** (1 / 3))] = 1e9
+    assert torch.equal(keep_largest(values, size // 3), naive_mask(values, size // 3))
+
+
+def test_strides_do_not_matter():
+    values = make_values(12 * 35, 5, 0).view(35, 12)
+    for view in (values.t(), values[::2], values[:, 1::3], values.flip(0)):
+        assert torch.equal(keep_largest(view, 40), naive_mask(view, 40))
+
+
+def test_kept_count_rounds():
+    assert kept_count(1 - 0.9, 10) == 1  # int() would give 0
+    assert [kept_count(0.3, n) for n in (1, 10, 1000, 1_000_003)] == [1, 3, 300, 300_001]
+    assert kept_count(1.0, 7) == 7
+
+
+@pytest.mark.parametrize("size", [50, 100_000])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_one_bad_score_among_many_is_refused(bad, size):
+    values = make_values(size, 0, 1)
+    values[17] = bad
+    with pytest.raises(ValueError, match="not finite"):
+        keep_largest(values, 10)
+
+
+@pytest.mark.parametrize("count", [0, 6])
+def test_impossible_counts(count):
+    with pytest.raises(ValueError, match=f"cannot keep {count} of 5"):
+        keep_largest(torch.ones(5), count)
+
+
+def test_traced_mask_is_keep_largest():
+    values = make_values(1000, 3, 4).view(20, 50)
+    torch.library.opcheck(torch.ops.hf_slt.keep_largest.default, (values, 300))
+    assert torch.equal(traced_mask(values, 300), keep_largest(values, 300))
+    stacked = torch.stack([values, -values, values.flip(0)])
+    many = torch.func.vmap(lambda one: traced_mask(one, 300))(stacked)
+    assert torch.equal(many, torch.stack([keep_largest(one, 300) for one in stacked]))
+
+
+# -- without waiting ------------------------------------------------------------------------------------
+
+
+class Waits(Exception):
+    pass
+
+
+class NoWaiting(TorchDispatchMode):
+    """Raises at an operator whose result, or the shape of it, the host needs before it can go on."""
+
+    reads = set(
+        "_local_scalar_dense item nonzero equal is_nonzero masked_select unique_dim unique_consecutive "
+        "_unique _unique2 bincount repeat_interleave".split()
+    )
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        chosen = args[1] if name in ("index", "index_put", "index_put_", "_unsafe_index") else ()
+        by_mask = [one for one in chosen if one is not None and one.dtype in (torch.bool, torch.uint8)]
+        moved = name == "_to_copy" and kwargs.get("device") not in (None, args[0].device)
+        moved |= name == "copy_" and args[0].device != args[1].device
+        if name in self.reads or by_mask or moved:
+            raise Waits(name)
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def no_waiting():
+    """That, and what reads a tensor's memory without an operator."""
+
+    def refuse(*_):
+        raise Waits
+
+    with NoWaiting(), mock.patch.multiple(torch.Tensor, tolist=refuse, numpy=refuse, cpu=refuse):
+        yield
+
+
+WAITING = {
+    "item": lambda x: x[0].item(),
+    "if": lambda x: 1 if x.sum() > 0 else 2,
+    "int": lambda x: int((x > 0).sum()),
+    "nonzero": lambda x: x.nonzero(),
+    "equal": lambda x: torch.equal(x, x),
+    "masked_select": lambda x: x.masked_select(x > 0),
+    "unique": lambda x: x.unique(),
+    "x[mask]": lambda x: x[x > 0],
+    "x[mask] =": lambda x: x.index_put_((x > 0,), torch.zeros(())),
+    "tolist": lambda x: x.tolist(),
+    "to": lambda x: x.to("meta"),
+    "keep_by_sample": lambda x: keep_by_sample(x, 40),
+    "keep_by_sample-large": lambda x: keep_by_sample(x.repeat(300), 40),
+}
+
+
+@pytest.mark.parametrize("wait", WAITING.values(), ids=WAITING.keys())
+def test_the_net_catches_what_waits(wait):
+    with no_waiting(), pytest.raises(Waits):
+        wait(torch.randn(100))
+
+
+@pytest.mark.parametrize("rank", [selection.as_they_are, torch.abs])
+def test_by_bits_never_waits(rank):
+    values = torch.randn(1000)
+    with no_waiting():
+        mask = keep_by_bits(values, 300, rank)
+    assert torch.equal(mask, naive_mask(rank(values), 300))
+
+
+@pytest.fixture(params=["linear", "embedding"])
+def layer(request):
+    def spec(name, width):
+        return TensorSpec(name, (24, width), seed=3, density=0.3)
+
+    if request.param == "linear":
+        return ScoresLinear([spec("c_attn.query", 5), spec("c_attn.key", 5), spec("c_attn.value", 7)])
+    return ScoresEmbedding([spec("wte", 16)])
+
+
+def test_neither_does_a_layer_nor_its_gradient(layer, monkeypatch):
+    x = torch.randn(5, 24) if isinstance(layer, ScoresLinear) else torch.tensor([3, 3, 0])
+
+    def gradients():
+        layer.zero_grad()
+        (layer.weight.square().sum() + layer(x).square().sum()).backward()
+        return [scores.grad.clone() for scores in layer.parameters()]
+
+    expected, weight = gradients(), layer.weight.detach().clone()
+    with no_waiting(), pytest.raises(Waits):
+        layer.masked_weight()
+    monkeypatch.setattr(selection, "keep_by_sample", keep_by_bits)  # as on any device but a CPU
+    with no_waiting():
+        found = gradients()
+    assert torch.equal(layer.weight, weight)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
