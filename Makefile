@@ -12,13 +12,13 @@ help:  ## this list
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=23"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[train,theory,curvature,dev]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[all,dev]"
 	@touch $@
 
 demo: $(READY)  ## find a ticket in a few minutes, compare it with its dense twin, verify, load and generate
 	$(BIN)/accelerate launch --config_file recipes/accelerate/cpu.yaml recipes/train_gpt2_slt.py \
 	  --config recipes/nano.yaml --compare random_mask dense --prompt "The function returns" \
-	  --output_dir runs/demo --overwrite true
+	  --output_dir runs/demo --overwrite
 	$(BIN)/slt verify runs/demo/ticket
 
 test: $(READY)  ## all tests

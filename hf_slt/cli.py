@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from . import __version__
 from .model.ticket import SLTError
 from .options import OptionParser
 
@@ -75,7 +76,7 @@ def build_parser() -> OptionParser:
         "slt",
         description="Look at, check, convert, share and run tickets. A TICKET is a folder or a Hub name.",
     )
-    parser.add_argument("--version", action="version", version=_version())
+    parser.add_argument("--version", action="version", version=f"hf_slt {__version__}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of what goes wrong")
     parser.set_defaults(run=lambda _: parser.print_help())
     commands = parser.add_subparsers(metavar="COMMAND")
@@ -95,65 +96,53 @@ def build_parser() -> OptionParser:
         one.add_argument("--revision", help="branch, tag or commit on the Hub; main by default")
         token(one)
 
-    def encoding(one: OptionParser, default: str | None = None) -> None:
-        text = "one bit a weight, or near the entropy of the masks"
-        text += "" if default else "; as it is by default"
-        one.add_argument("--encoding", choices=["packed", "entropy"], default=default, help=text)
-
     def text(one: OptionParser) -> None:
         one.add_argument("model", metavar="MODEL", help="ticket, local folder or Hub name of a causal LM")
-        one.add_argument(
-            "--files",
-            nargs="+",
-            metavar="FILE",
-            help="text, JSON lines or Parquet files, or glob patterns; by default the validation part of the"
-            " embedded corpus",
+        files = (
+            "text, JSON lines or Parquet, or glob patterns; by default the embedded corpus, validation part"
         )
+        one.add_argument("--files", nargs="+", metavar="FILE", help=files)
         one.add_argument("--text_column", default="text", help="column that holds the text")
         one.add_argument("--tokenizer", help="tokenizer, if it does not lie beside the model")
 
-    def machine(one: OptionParser, **dtype: Any) -> None:
-        one.add_argument("--device", default="cpu", help="where to compute: cpu, cuda, mps")
-        dtype = dtype or {"default": "auto", "help": "number format: float32, bfloat16, or auto, as saved"}
-        one.add_argument("--dtype", **dtype)
-
-    def number(
-        one: OptionParser, name: str, help: str, default: float | None = None, kind: type = int
-    ) -> None:
+    def number(one: OptionParser, name: str, help: str, default: Any = None, kind: type = int) -> None:
         one.add_argument(f"--{name}", metavar="N", type=kind, default=default, help=help)
 
-    def as_json(one: OptionParser, more: str = "") -> None:
-        one.add_argument("--json", action="store_true", help=f"print one JSON object{more}")
+    def choice(one: OptionParser, name: str, help: str, choices: str, default: Any = None) -> None:
+        one.add_argument(f"--{name}", choices=choices.split(), default=default, help=help)
+
+    def flag(one: OptionParser, name: str, help: str) -> None:
+        one.add_argument(f"--{name}", action="store_true", help=help)
+
+    device, dtype = "where to compute: cpu, cuda, mps", "numbers to compute with; auto: as saved"
+    encoding = "one bit a weight, or the entropy of the masks"
 
     one = command("inspect", inspect, "show what is in a ticket: tensors, densities, bytes, digests")
     ticket(one)
-    as_json(one)
+    flag(one, "json", "print one JSON object")
     one.add_argument("--figure", metavar="FILE", help="draw masks and what rows and columns keep to FILE")
     remote(one)
 
     one = command("verify", verify, "check masks, weights and configuration against their digests")
     ticket(one)
-    one.add_argument(
-        "--no_weights", action="store_true", help="do not draw the weights again: quick, but less"
-    )
+    flag(one, "no_weights", "do not draw the weights again: quick, but less")
     remote(one)
 
     one = command("diff", diff, "compare two tickets: overlap and distance of their masks")
     ticket(one, "one")
     ticket(one, "other")
-    as_json(one)
+    flag(one, "json", "print one JSON object")
 
     one = command("combine", combine, "make one ticket of the masks of several on the same random weights")
-    one.add_argument(
-        "how", choices=["intersection", "union", "majority"], help="keep what all, any or most do"
-    )
+    ways = ["intersection", "union", "majority"]
+    one.add_argument("how", choices=ways, help="keep what all of them keep, any, or most")
     ticket(one, "tickets", nargs="+")
     one.add_argument("--output", metavar="DIR", required=True, help="folder of the new ticket")
-    encoding(one, "packed")
+    choice(one, "encoding", encoding, "packed entropy", "packed")
 
     one = command("pack", pack, "store the masks of a ticket in another encoding, without loss")
     one.add_argument("ticket", metavar="DIR", help="folder of the ticket")
-    encoding(one)
+    choice(one, "encoding", encoding + "; as it is by default", "packed entropy")
     one.add_argument("--output", metavar="DIR", help="folder of the new ticket; the same one by default")
 
     one = command("merge", merge, "write a ticket as a stock GPT-2 checkpoint, which needs no code of ours")
@@ -165,12 +154,13 @@ def build_parser() -> OptionParser:
     ticket(one)
     one.add_argument("--prompt", default="", help="the text to go on with; none by default")
     number(one, "max_new_tokens", "tokens to add, at most", 100)
-    one.add_argument("--greedy", action="store_true", help="always take the likeliest token, draw none")
+    flag(one, "greedy", "always take the likeliest token, draw none")
     number(one, "temperature", "above 1 draws more wildly", 1.0, float)
     number(one, "top_k", "draw from this many likeliest tokens", 40)
     number(one, "seed", "seed of the draw", 0)
     one.add_argument("--mask", metavar="TICKET", help="use the mask of another ticket on the same weights")
-    machine(one)
+    one.add_argument("--device", default="cpu", help=device)
+    one.add_argument("--dtype", default="auto", help=dtype)
     remote(one)
 
     one = command("evaluate", evaluate, "measure loss, perplexity and bits per byte of a model on text")
@@ -178,27 +168,22 @@ def build_parser() -> OptionParser:
     number(one, "block_size", "inputs in a window; at most 1024 by default")
     number(one, "stride", "tokens a window advances; half of it by default")
     number(one, "batch_size", "windows at a time", 4)
-    machine(one)
-    as_json(one, ", and no progress bar")
+    one.add_argument("--device", default="cpu", help=device)
+    one.add_argument("--dtype", default="auto", help=dtype)
+    flag(one, "json", "print one JSON object, and no progress bar")
 
     one = command("curvature", curvature, "measure how the loss bends along each block of a GPT-2's weights")
     text(one)
-    one.add_argument(
-        "--space", choices=["weight", "score"], default="weight", help="over weights, or the trained scores"
-    )
-    one.add_argument(
-        "--layer_norm",
-        choices=["keep", "remove", "both"],
-        default="both",
-        help="with LayerNorm, without it, or side by side",
-    )
+    choice(one, "space", "over weights, or over the scores that are trained", "weight score", "weight")
+    choice(one, "layer_norm", "with LayerNorm, without it, or side by side", "keep remove both", "both")
     number(one, "probes", "random vectors for each block", 20)
     number(one, "seed", "seed of these vectors", 0)
     number(one, "sequences", "blocks of text to take", 4)
     number(one, "block_size", "tokens in a block; at most 64 by default")
-    machine(one, choices=["float32", "float64"], default="float32", help="number format to compute in")
-    as_json(one, ", with both parts of each Hessian and their traces")
-    one.add_argument("--eigenvalues", action="store_true", help="with --json: extreme eigenvalues too; slow")
+    one.add_argument("--device", default="cpu", help=device)
+    choice(one, "dtype", "numbers to compute with", "float32 float64", "float32")
+    flag(one, "json", "print one JSON object, with both parts of each Hessian and their traces")
+    flag(one, "eigenvalues", "with --json: extreme eigenvalues too, in several times the time")
     one.add_argument("--figure", metavar="FILE", help="draw the table to FILE")
 
     one = command("push", push, "upload a ticket to the Hub: masks, configuration, code, tokenizer and card")
@@ -207,16 +192,10 @@ def build_parser() -> OptionParser:
     one.add_argument("--private", action="store_true", default=None, help="if it is made: not for the public")
     one.add_argument("--revision", help="branch to push to; main by default")
     one.add_argument("--message", help="commit message")
-    one.add_argument("--create_pr", action="store_true", help="open a pull request instead")
+    flag(one, "create_pr", "open a pull request instead")
     token(one)
-    encoding(one)
+    choice(one, "encoding", encoding + "; as it is by default", "packed entropy")
     return parser
-
-
-def _version() -> str:
-    from . import __version__
-
-    return f"hf_slt {__version__}"
 
 
 # -- commands that need no torch ----------------------------------------------------------------------
@@ -237,28 +216,20 @@ def inspect(args: argparse.Namespace) -> None:
         from .model.ticket import read_ticket
         from .sharing.plots import plot_masks
 
-        plot_masks(
-            read_ticket(path).masks(), args.figure, title=f"{folder.resolve().name}, seed {header.seed}"
-        )
+        title = f"{folder.resolve().name}, seed {header.seed}"
+        plot_masks(read_ticket(path).masks(), args.figure, title=title)
     if args.json:
+        shown = "shape law scale size kept weight_sha256 data_sha256"
         tensors = {
-            name: {
-                "shape": entry.shape, "law": entry.law, "scale": entry.scale, "size": entry.size,
-                "kept": entry.kept, "entropy_bits": entropy_bits(entry), "weight_sha256": entry.weight_sha256,
-                "data_sha256": entry.data_sha256,
-            }
+            name: {**_some(entry, shown), "entropy_bits": entropy_bits(entry)}
             for name, entry in header.tensors.items()
-        }  # fmt: skip
-        facts = {
-            name: getattr(header, name)
-            for name in "seed generator rule density encoding format_version mask_digest config".split()
         }
+        facts = _some(header, "seed generator rule density encoding format_version mask_digest config")
         print(json.dumps({"file": str(path), **facts, "bytes": size, "tensors": tensors}, indent=1))
         return
     print(f"{path}: {header.encoding}, format {header.format_version}, mask digest {header.mask_digest}")
-    print(
-        f"seed {header.seed}, generator {header.generator}, rule {header.rule}, density {header.density:g}\n"
-    )
+    print(f"seed {header.seed}, generator {header.generator}, rule {header.rule}", end=", ")
+    print(f"density {header.density:g}\n")
     rows = [
         (
             name,
@@ -291,14 +262,13 @@ def verify(args: argparse.Namespace) -> int:
     from .sharing.verify import find_faults, mask_path
 
     folder = fetch_ticket(args.ticket, revision=args.revision, token=args.token)
-    faults = 0
-    for fault in find_faults(folder, weights=not args.no_weights):
+    faults = list(find_faults(folder, weights=not args.no_weights))
+    for fault in faults:
         print(f"slt: {fault}", file=sys.stderr)
-        faults += 1
     if not faults:
         what = "masks and configuration" if args.no_weights else "masks, weights and configuration"
         print(f"{args.ticket}: {what} as they should be, digest {read_header(mask_path(folder)).mask_digest}")
-    return int(faults > 0)
+    return int(bool(faults))
 
 
 def diff(args: argparse.Namespace) -> int:
@@ -308,26 +278,13 @@ def diff(args: argparse.Namespace) -> int:
 
     found = compare_tickets(fetch_ticket(args.one), fetch_ticket(args.other))
     if args.json:
-        facts = {
-            name: {
-                "size": one.size, "kept": one.kept, "both": one.both, "hamming": one.hamming,
-                "overlap": one.overlap, "chance": one.chance,
-            }
-            for name, one in found.items()
-        }  # fmt: skip
+        facts = {name: _some(one, "size kept both hamming overlap chance") for name, one in found.items()}
         print(json.dumps(facts, indent=1))
         return 0
     rows = [
-        (
-            name,
-            f"{one.size:,}",
-            f"{one.kept[0]:,}",
-            f"{one.kept[1]:,}",
-            f"{one.hamming:,}",
-            f"{one.hamming / one.size:.4f}",
-            f"{one.overlap:.4f}",
-            f"{one.chance:.4f}",
-        )
+        [name]
+        + [f"{count:,}" for count in (one.size, *one.kept, one.hamming)]
+        + [f"{share:.4f}" for share in (one.hamming / one.size, one.overlap, one.chance)]
         for name, one in sorted(found.items(), key=lambda item: (item[0] == "all", _in_order_of_blocks(item)))
     ]
     _print_table("tensor weights one other differ share overlap chance".split(), rows)
@@ -348,7 +305,7 @@ def combine(args: argparse.Namespace) -> None:
 def pack(args: argparse.Namespace) -> None:
     """Store the masks of a folder in another encoding."""
     from .model.ticket import read_header
-    from .sharing.mask_algebra import rewrite_ticket
+    from .sharing.saving import rewrite_ticket
     from .sharing.verify import mask_path
 
     before = mask_path(args.ticket)
@@ -363,18 +320,12 @@ def push(args: argparse.Namespace) -> None:
     """Upload a folder, and print the address."""
     from .sharing.hub import push_ticket
 
-    print(
-        push_ticket(
-            args.ticket,
-            args.repo,
-            encoding=args.encoding,
-            private=args.private,
-            revision=args.revision,
-            commit_message=args.message,
-            create_pr=args.create_pr,
-            token=args.token,
-        )
-    )
+    options = _some(args, "encoding private revision create_pr token")
+    print(push_ticket(args.ticket, args.repo, commit_message=args.message, **options))
+
+
+def _some(source: Any, names: str) -> dict[str, Any]:
+    return {name: getattr(source, name) for name in names.split()}
 
 
 def _in_order_of_blocks(item: tuple[str, Any]) -> list[tuple[int, str]]:
@@ -439,20 +390,15 @@ def generate(args: argparse.Namespace) -> None:
 
 def evaluate(args: argparse.Namespace) -> None:
     """Print the measures of a model on text."""
+    from datasets import disable_progress_bars
+    from transformers.utils import logging
+
     from .text.evaluation import evaluate_saved
 
-    measures = evaluate_saved(
-        args.model,
-        args.files,
-        text_column=args.text_column,
-        tokenizer=args.tokenizer,
-        device=args.device,
-        dtype=args.dtype,
-        block_size=args.block_size,
-        stride=args.stride,
-        batch_size=args.batch_size,
-        progress=not args.json,
-    )
+    disable_progress_bars()  # of reading and loading; ours tells how long it takes
+    logging.disable_progress_bar()
+    options = _some(args, "text_column tokenizer device dtype block_size stride batch_size")
+    measures = evaluate_saved(args.model, args.files, **options, progress=not args.json)
     shown = "  ".join(f"{name} {value:.6g}" for name, value in measures.items())
     print(json.dumps(measures) if args.json else shown)
 
@@ -468,27 +414,16 @@ def curvature(args: argparse.Namespace) -> None:
     report = measure_saved(
         args.model,
         args.files,
-        text_column=args.text_column,
-        tokenizer=args.tokenizer,
-        sequences=args.sequences,
-        block_size=args.block_size,
-        layer_norm=args.layer_norm,
-        device=args.device,
+        **_some(args, "text_column tokenizer sequences block_size layer_norm device space probes seed"),
         dtype=getattr(torch, args.dtype),
-        space=args.space,
-        probes=args.probes,
-        seed=args.seed,
         parts=args.json,
         eigenvalues=args.json and args.eigenvalues,
         progress=not args.json,
     )
     if args.figure:
         plot_report(report, args.figure, title=f"{args.model}: curvature by layer and block")
-    print(
-        json.dumps({"model": args.model, **report_facts(report)}, indent=1)
-        if args.json
-        else format_report(report)
-    )
+    facts = {"model": args.model, **report_facts(report)}
+    print(json.dumps(facts, indent=1) if args.json else format_report(report))
 
 
 def _load_model(folder: Path, **options: Any) -> Any:

@@ -7,8 +7,9 @@
 seconds. A ratio is ours over theirs: below 1 is less time, memory or bytes than the baseline. An existing
 JSON file is updated: rows that were measured replace their predecessors, the others stay.
 
-`--only ternary` is apart from the table: ways to run a ticket of weights {-c, 0, +c} below the cost of
-dense float32.
+Apart from the table are `--only tricks`, what each speed trick of the training step is worth, switched off
+alone (a ratio above 1 is what it saves); and `--only ternary`, ways to run a ticket of weights {-c, 0, +c}
+below the cost of dense float32.
 """
 
 import argparse
@@ -25,9 +26,10 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -36,11 +38,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm.auto import tqdm
 from transformers import GPT2LMHeadModel
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import logging
 
 from hf_slt import SupermaskGPT2Config, SupermaskGPT2LMHeadModel
+from hf_slt.model.layers import LOSSES, Embedding
 from hf_slt.model.random_weights import draw
 from hf_slt.sharing.files import replacing
+from hf_slt.training import scores
 from hf_slt.training.run import dense_twin
 from hf_slt.training.scores import ScoresEmbedding, ScoresLayer, ScoresLinear
 from hf_slt.training.selection import keep_largest
@@ -87,9 +92,9 @@ def interleaved(functions: list[Callable], repeats: int) -> list[float]:
 # -- what is compared -----------------------------------------------------------------------------------
 
 
-def training_step(model: nn.Module, tokens: int, accumulation: int = 1) -> Callable[[], None]:
+def training_step(model: nn.Module, tokens: int, accumulation: int = 1, rows: int = 1) -> Callable[[], None]:
     optimizer = torch.optim.AdamW(model.train().parameters(), weight_decay=0.0)
-    ids = torch.arange(tokens).remainder(model.config.vocab_size).view(1, -1)
+    ids = torch.arange(rows * tokens).remainder(model.config.vocab_size).view(rows, -1)
 
     def step() -> None:
         for _ in range(accumulation):
@@ -191,6 +196,47 @@ def memory_of_generation(folder: Path, kind: str, new: int) -> tuple[float, list
     quiet()
     step = generation(LOADERS[kind](folder), 1, new)
     return peak_bytes(step), step()[0].tolist()
+
+
+# -- what each trick of the training step is worth --------------------------------------------------------
+
+TRICK_SIZES = {
+    "nano": ({"n_layer": 4, "n_embd": 128, "n_head": 4, "vocab_size": 2048, "n_positions": 128}, 16),
+    "mini": ({"n_layer": 4, "n_embd": 512, "n_head": 8}, 1),
+}
+TRICKS: dict[str, list[tuple]] = {  # what stands in the place of what
+    "the loss in pieces": [(LOSSES, "scores", ForCausalLMLoss)],
+    "the gradient of scores in pieces": [(scores, "_times_in_pieces", scores._times)],
+    "rows of the table looked up alone": [(ScoresEmbedding, "forward", Embedding.forward)],
+    "a tied table masked once": [(ScoresEmbedding, "made_once", Embedding.made_once)],
+}
+
+
+@contextmanager
+def without(trick: str | None) -> Iterator[None]:
+    with ExitStack() as stack:
+        for owner, name, other in TRICKS.get(trick or "", ()):
+            patch = mock.patch.dict(owner, {name: other}) if isinstance(owner, dict) else None
+            stack.enter_context(patch or mock.patch.object(owner, name, other))
+        yield
+
+
+def trick_step(size: str, trick: str | None) -> Callable[[], None]:
+    shape, rows = TRICK_SIZES[size]
+    config = SupermaskGPT2Config(**NO_DROPOUT, **shape, bos_token_id=0, eos_token_id=0)
+    with without(trick):
+        model = SupermaskGPT2LMHeadModel(config)
+    step = training_step(model, min(1024, config.n_positions), rows=rows)
+
+    def patched() -> None:
+        with without(trick):
+            step()
+
+    return patched
+
+
+def memory_of_trick(size: str, trick: str | None) -> float:
+    return peak_bytes(trick_step(size, trick))
 
 
 # -- ways to run a ternary ticket -----------------------------------------------------------------------
@@ -468,6 +514,15 @@ class Benchmarks:
         details = {"weights": weights, "seconds": seconds, "exponents": exponents}
         return what, "linear growth", 1.05, [max(exponents.values()), 1.0], details
 
+    def tricks(self):
+        """Time and memory of a step without one trick, over those of the step with all."""
+        for size in TRICK_SIZES:
+            whole = in_fresh_process(memory_of_trick, size, None)
+            for trick in tqdm(TRICKS, f"tricks, {size}", leave=False):
+                pair = interleaved([trick_step(size, trick), trick_step(size, None)], self.repeats)
+                details = {"memory_ratio": in_fresh_process(memory_of_trick, size, trick) / whole}
+                yield f"{size}, {trick}", (f"{size}: without {trick}", "with it", None, pair, details)
+
     def ternary(self):
         """Ways to run a signed_constant ticket, with their memory and whether greedy tokens are the same."""
         new = self.size["generated"]
@@ -490,6 +545,7 @@ ROWS = (
     "step step_accum edge_popup step_memory select draw load first_token bytes generate_b1 generate_b8 "
     "generate_memory growth"
 ).split()
+APART = ("tricks", "ternary")
 
 
 def machine() -> str:
@@ -515,8 +571,8 @@ def measure(names: list[str], preset: str, repeats: int) -> Iterator[dict]:
     benchmarks = Benchmarks(preset, repeats)
     for name in tqdm(names, "benchmarks"):
         result = getattr(benchmarks, name)()
-        if name == "ternary":
-            yield from (as_row(f"ternary: {kind}", one, preset, repeats) for kind, one in result)
+        if name in APART:
+            yield from (as_row(f"{name}: {kind}", one, preset, repeats) for kind, one in result)
         else:
             yield as_row(name, result, preset, repeats)
 
@@ -527,8 +583,10 @@ def table(rows: list[dict]) -> str:
     for row in rows:
         reach = "" if row["reach"] is None else f"{row['reach']:.3g}"
         what, details = row["what"], row.get("details", {})
+        if "memory_ratio" in details:
+            what += f"; memory {details['memory_ratio']:.2f}"
         if "tokens" in details:
-            what += f"; memory {details['memory_ratio']:.2f}, greedy tokens {details['tokens']}"
+            what += f", greedy tokens {details['tokens']}"
         lines.append(f"| {what} | {row['baseline']} | {row['ratio']:.3f} | {reach} |")
     return "\n".join(lines)
 
@@ -573,10 +631,10 @@ def main() -> None:
     parser.add_argument(
         "--only",
         nargs="+",
-        choices=[*ROWS, "ternary"],
+        choices=[*ROWS, *APART],
         default=ROWS,
         metavar="ROW",
-        help=f"of {', '.join(ROWS)}; or ternary",
+        help=f"of {', '.join(ROWS)}; or {' or '.join(APART)}",
     )
     parser.add_argument("--repeats", type=int, default=5, help="timed repeats of each side (default: 5)")
     parser.add_argument("--json", type=Path, help="also write the rows to this file, or update it")

@@ -1,7 +1,7 @@
-"""The slt command: what it prints, what it writes, how it fails, and what it does not import."""
+"""The slt command: every command once as the installed script, the rest of what they do in this process."""
 
 import json
-import re
+import os
 import shutil
 import subprocess
 import sys
@@ -19,8 +19,7 @@ from hf_slt.cli import main
 from hf_slt.papers.curvature import BLOCKS, block_curvature
 from hf_slt.text.evaluation import evaluate_text
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
-SLT = Path(sys.executable).parent / "slt"
+SLT = shutil.which("slt", path=Path(sys.executable).parent)
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -54,10 +53,18 @@ def run(capsys, *words) -> tuple[int, str, str]:
     return code, out, err
 
 
-def test_inspect_shows_what_the_file_holds(capsys, shelf):
-    code, out, _ = run(capsys, "inspect", shelf / "one")
+def script(*words) -> tuple[int, str, str]:
+    """The same by the installed command."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([SLT, *map(str, words)], env=environment, capture_output=True, text=True)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_inspect_shows_what_the_file_holds(shelf, tmp_path):
+    code, out, _ = script("inspect", shelf / "one", "--figure", tmp_path / "masks.png")
     header = hf_slt.verify_ticket(shelf / "one")
     assert code == 0
+    assert (tmp_path / "masks.png").read_bytes()[1:4] == b"PNG"
     assert header.mask_digest in out
     for name, entry in header.tensors.items():
         (line,) = [line for line in out.splitlines() if line.split()[:1] == [name]]
@@ -77,15 +84,10 @@ def test_inspect_as_json_adds_up(capsys, shelf):
         assert size["weights"] == sum(tensor["size"] for tensor in facts["tensors"].values())
 
 
-def test_inspect_draws(capsys, shelf, tmp_path):
-    code, _, _ = run(capsys, "inspect", shelf / "one", "--figure", tmp_path / "masks.png")
-    assert code == 0
-    assert (tmp_path / "masks.png").read_bytes()[1:4] == b"PNG"
-
-
 def test_verify(capsys, folder):
-    code, out, _ = run(capsys, "verify", folder)
+    code, out, _ = script("verify", folder)
     assert (code, out.count("\n")) == (0, 1)
+    assert "weights" not in run(capsys, "verify", folder, "--no-weights")[1]
     data = bytearray((folder / "mask.safetensors").read_bytes())
     data[-3] ^= 1
     data[-3000] ^= 1
@@ -99,7 +101,7 @@ def test_verify(capsys, folder):
 
 
 def test_diff(capsys, shelf):
-    _, out, _ = run(capsys, "diff", shelf / "one", shelf / "two", "--json")
+    _, out, _ = script("diff", shelf / "one", shelf / "two", "--json")
     found = json.loads(out)
     one, two = (SupermaskGPT2LMHeadModel.from_pretrained(shelf / name).masks() for name in ("one", "two"))
     assert found["wte"]["hamming"] == (one["wte"] != two["wte"]).sum() > 0
@@ -109,12 +111,12 @@ def test_diff(capsys, shelf):
 
 def test_combine_and_pack(capsys, shelf, tmp_path):
     new = tmp_path / "new"
-    assert run(capsys, "combine", "union", shelf / "one", shelf / "two", "--output", new)[0] == 0
+    assert script("combine", "union", shelf / "one", shelf / "two", "--output", new)[0] == 0
     one, two = (SupermaskGPT2LMHeadModel.from_pretrained(shelf / name).masks() for name in ("one", "two"))
     masks = SupermaskGPT2LMHeadModel.from_pretrained(new).masks()
     assert all(np.array_equal(masks[name], one[name] | two[name]) for name in one)
     before = (new / "mask.safetensors").read_bytes()
-    code, out, _ = run(capsys, "pack", new, "--encoding", "entropy")
+    code, out, _ = script("pack", new, "--encoding", "entropy")
     assert code == 0
     assert f"{len(before):,}" in out
     assert (new / "mask.safetensors").stat().st_size < len(before)
@@ -124,7 +126,7 @@ def test_combine_and_pack(capsys, shelf, tmp_path):
 
 
 def test_merge_writes_stock_gpt2(capsys, shelf, tmp_path):
-    assert run(capsys, "merge", shelf / "one", tmp_path / "stock")[0] == 0
+    assert script("merge", shelf / "one", tmp_path / "stock")[0] == 0
     stock = GPT2LMHeadModel.from_pretrained(tmp_path / "stock")
     ticket = AutoModelForCausalLM.from_pretrained(shelf / "one")
     torch.testing.assert_close(logits_of(stock), logits_of(ticket))
@@ -133,8 +135,8 @@ def test_merge_writes_stock_gpt2(capsys, shelf, tmp_path):
 
 
 def test_generate(capsys, shelf):
-    words = ("generate", shelf / "one", "--prompt", "w1 w2", "--tokens", "5")
-    code, out, _ = run(capsys, *words, "--greedy")
+    words = ("generate", shelf / "one", "--prompt", "w1 w2", "--max_new_tokens", "5")
+    code, out, _ = script(*words, "--greedy")
     model = AutoModelForCausalLM.from_pretrained(shelf / "one")
     ids = model.generate(torch.tensor([[2, 3]]), max_new_tokens=5, do_sample=False, pad_token_id=0)
     assert code == 0
@@ -150,11 +152,14 @@ def test_generate(capsys, shelf):
 
 def test_evaluate(capsys, shelf, tmp_path):
     (tmp_path / "text.txt").write_text("w1 w2 w3 w4 " * 20)
-    code, out, _ = run(capsys, "evaluate", shelf / "one", "--file", tmp_path / "text.txt", "--json")
-    assert code == 0
+    words = ["evaluate", shelf / "one", "--files", tmp_path / "text.txt", "--stride", 4, "--block-size=8"]
+    code, out, err = script(*words, "--json")
+    assert (code, err) == (0, "")
     model = AutoModelForCausalLM.from_pretrained(shelf / "one")
-    found = evaluate_text(model, make_tokenizer(), [(tmp_path / "text.txt").read_text()])
-    assert json.loads(out) == found
+    found = evaluate_text(model, make_tokenizer(), [(tmp_path / "text.txt").read_text()], 8, 4)
+    assert json.loads(out) == pytest.approx(found, rel=1e-6)
+    code, out, _ = run(capsys, *words)
+    assert out.startswith(f"loss {found['loss']:.6g}  perplexity ")
 
 
 @pytest.mark.parametrize("kind", ["ticket", "scores", "stock"])
@@ -171,7 +176,7 @@ def test_curvature_of_whatever_is_saved(capsys, shelf, tmp_path, kind):
         model.save_pretrained(saved)
         make_tokenizer().save_pretrained(saved)
     text.write_text(" ".join(f"w{index % 60}" for index in range(200)))
-    words = ["curvature", saved, "--space", space, "--file", text, "--sequences", 2, "--block-size", 8]
+    words = ["curvature", saved, "--space", space, "--files", text, "--sequences", 2, "--block_size", 8]
     words += ["--probes", 3]
     code, out, err = run(capsys, *words, "--figure", tmp_path / "figure.png")
     assert code == 0
@@ -198,9 +203,9 @@ def test_curvature_of_whatever_is_saved(capsys, shelf, tmp_path, kind):
     assert out.count("v/q") == 2
 
 
-def test_curvature_of_the_embedded_corpus_one_way(capsys, shelf):
-    words = ["curvature", shelf / "one", "--layer-norm", "remove", "--probes", 1, "--block-size", 4]
-    code, out, _ = run(capsys, *words, "--sequences", 1, "--json")
+def test_curvature_of_the_embedded_corpus_one_way(shelf):
+    words = ["curvature", shelf / "one", "--layer_norm", "remove", "--probes", 1, "--block_size", 4]
+    code, out, _ = script(*words, "--sequences", 1, "--json")
     assert code == 0
     assert {one["setting"] for one in json.loads(out)["blocks"]} == {"no LayerNorm"}
 
@@ -219,8 +224,11 @@ def test_curvature_of_the_embedded_corpus_one_way(capsys, shelf):
         (["push", "{tmp}/nothing", "me/ticket"], "no such folder"),
         (["evaluate", "{tmp}/nothing"], "cannot load"),
         (["curvature", "{tmp}/nothing"], "cannot load"),
-        (["curvature", "{shelf}/one", "--file", "{tmp}/none.txt"], "there is no file"),
-        (["curvature", "{shelf}/one", "--block-size", "1000"], "the positions of the model"),
+        (["evaluate", "{shelf}/one", "--files", "{tmp}/none.txt"], "there is no file"),
+        (["evaluate", "{shelf}/one", "--block_size", "99"], "block_size 99 is not in 1..64"),
+        (["evaluate", "{shelf}/one", "--device", "abacus"], "RuntimeError: "),  # of torch: its kind is named
+        (["curvature", "{shelf}/one", "--files", "{tmp}/none.txt"], "there is no file"),
+        (["curvature", "{shelf}/one", "--block_size", "1000"], "the positions of the model"),
         (["curvature", "{shelf}/one", "--sequences", "0"], "give at least 1"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
@@ -232,38 +240,44 @@ def test_what_goes_wrong_is_one_line(capsys, shelf, tmp_path, words, message):
     assert not (tmp_path / "new").exists()
 
 
-def test_wrong_words_are_named(capsys):
-    for words in (["dance"], ["inspect"], ["pack", "x", "--encoding", "zip"], []):
-        with pytest.raises(SystemExit) as ended:
-            main(words)
-        assert ended.value.code == 2
-        assert "usage: slt" in capsys.readouterr().err
+def test_push_as_a_script_fails_in_one_line(tmp_path):
+    """That it uploads is in sharing/test_hub.py."""
+    code, out, err = script("push", tmp_path / "nothing", "me/ticket")
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert "no such folder" in err
 
 
-def test_help_and_inspect_do_not_import_torch(shelf):
-    """In the installed command itself: the package registers its models unless it is run by it."""
-    script = "import runpy, sys; sys.argv = sys.argv[1:]; code = 0\n"
-    script += "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
-    script += "except SystemExit as ended: code = ended.code\n"
-    script += "print(code, sorted({'torch', 'transformers'} & set(sys.modules)))"
-    for words in (
-        ["--help"],
-        ["inspect", shelf / "one"],
-        ["verify", shelf / "one"],
-        ["diff", *[shelf / "one"] * 2],
-    ):
-        ended = subprocess.run([sys.executable, "-c", script, SLT, *words], capture_output=True, text=True)
-        assert ended.stdout.splitlines()[-1] == "0 []", ended.stderr
+def test_debug_shows_where_it_went_wrong(tmp_path):
+    with pytest.raises(hf_slt.TicketError, match="no such folder"):
+        main(["--debug", "inspect", str(tmp_path / "nothing")])
 
 
-COMMANDS = "inspect verify diff combine pack merge generate evaluate curvature push".split()
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["dance"], "slt: argument COMMAND: invalid choice: 'dance'"),
+        (["inspect"], "slt inspect: the following arguments are required: TICKET"),
+        (["pack", "x", "--encoding", "zip"], "slt pack: argument --encoding: invalid choice: 'zip'"),
+        (["inspect", "x", "--jsn"], "slt inspect: unknown option --jsn; did you mean --json?"),
+        (["generate", "x", "--tokens", "3"], "unknown option --tokens; did you mean --max_new_tokens?"),
+        (["generate", "x", "--max-new-tokens", "many"], "--max_new_tokens: invalid int value: 'many'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_wrong_words_are_named_in_one_line(capsys, words, message):
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    shown = capsys.readouterr().err
+    assert (ended.value.code, shown.count("\n")) == (2, 1)
+    assert message in shown
 
 
-@pytest.mark.parametrize("words", [[], *([command] for command in COMMANDS)], ids=str)
-def test_the_readme_shows_the_help_in_full(capsys, monkeypatch, words):
-    monkeypatch.setenv("COLUMNS", "100")
-    with pytest.raises(SystemExit):
-        main([*words, "--help"])
-    shown = capsys.readouterr().out
-    assert shown.strip() in README
-    assert words or all(re.search(rf"^    {command}\s", shown, re.M) for command in COMMANDS)
+def test_without_a_command_there_is_help(capsys):
+    code, out, _ = run(capsys)
+    assert code == 0
+    assert out.startswith("usage: slt")
+    for command in "inspect verify diff combine pack merge generate evaluate curvature push".split():
+        assert f"\n    {command}" in out
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        assert capsys.readouterr().out.startswith(f"usage: slt {command}")

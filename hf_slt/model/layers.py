@@ -18,6 +18,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -81,6 +82,10 @@ class SupermaskLayer(nn.Module):
     inputs_first = False  # stored (inputs, outputs), as GPT-2's Conv1D; else the other way
     body_name = "weight"  # of the tensor of this shape that the layer holds
     in_float32: Sequence[str] = ()  # names of parameters that no cast may shorten
+    weight: Any
+    masked_weight: Callable[[], Tensor]  # the matrix that the layer computes with
+    data: Callable[[], list[np.ndarray | None]]  # what a ticket stores of each tensor: packed mask or values
+    reset: Callable[[], None]  # fills in whatever was not loaded, as transformers' _init_weights
 
     def __init__(self, tensors: Sequence[TensorSpec]) -> None:
         nn.Module.__init__(self)  # by name: a layer may also be an nn.Linear or nn.Embedding
@@ -106,15 +111,14 @@ class SupermaskLayer(nn.Module):
         """The frozen matrix before any mask, in float32."""
         return np.concatenate([tensor.draw() for tensor in self.tensors], axis=1)
 
-    # masked_weight() -> Tensor              the matrix that the layer computes with
-    # data() -> list[np.ndarray | None]      what a ticket stores of each tensor: its packed mask, its trained
-    #                                        values in float32, or nothing
-    # reset()                                fills in whatever was not loaded, as transformers' _init_weights
-
     def _begin(self) -> None:
         if not self.body.is_meta:
             self.reset()
             self._is_hf_initialized = True  # transformers would do it again
+
+    def made_once(self) -> AbstractContextManager:
+        """Within this context all uses share what can be shared: a tied table that learns selects once."""
+        return nullcontext()
 
     def key(self, tensor: TensorSpec) -> str:
         """Under which name a ticket's layer has what it stores of a tensor."""
@@ -149,10 +153,6 @@ class Embedding(SupermaskLayer, nn.Embedding):
         """
         return (F.linear if unembed else F.embedding)(input, self.masked_weight())
 
-    def made_once(self) -> AbstractContextManager:
-        """Within this context both uses share what can be shared; a table that learns selects once."""
-        return nullcontext()
-
 
 class Head(SupermaskLayer, nn.Linear):
     """Logits from hidden states, the weight stored (outputs, inputs) like nn.Linear; no bias."""
@@ -171,13 +171,12 @@ class DrawnLayer(SupermaskLayer):
 
     _made_from: Sequence[Stamp] = ()  # what the buffer was made from
     _is_replica = False  # torch sets it on the copies that DataParallel makes of a current layer
+    stored: Callable[[], list[Tensor]]  # what a state dict brings, by tensor: masks or scores
+    materialise: Callable[[], None]  # draws into the buffer, in its dtype
 
     def __init__(self, tensors: Sequence[TensorSpec]) -> None:
         super().__init__(tensors)
         self.register_buffer(self.body_name, torch.empty(self.shape), persistent=False)
-
-    # stored() -> list[Tensor]     what a state dict brings, by tensor: masks or scores
-    # materialise()                draws into the buffer, in its dtype
 
     def _sources(self) -> list[Stamp]:
         """What the buffer must still be made from to be current: at least itself."""

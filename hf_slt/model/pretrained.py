@@ -29,6 +29,7 @@ from .ticket import (
     TicketError,
     check_tensors,
     check_weights,
+    find_file,
     find_mask_file,
     read_json,
     read_ticket,
@@ -45,15 +46,17 @@ AUTO_MAP = {
 _DOWNLOAD_OPTIONS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
 
 
-class TicketMixin:
+class TicketPreTrainedModel(PreTrainedModel):
     """The part of a supermask model that reads, writes and converts it."""
 
     config: SupermaskGPT2Config
+    config_class: Any = SupermaskGPT2Config
+    _keep_in_fp32_modules_strict: Any = None
     _stock_class: ClassVar[type[PreTrainedModel]]
 
     # -- what transformers asks ------------------------------------------------------------------
 
-    def supermask_layers(self) -> Iterator[tuple[str, SupermaskLayer]]:
+    def supermask_layers(self) -> Iterator[tuple[str, Any]]:
         """Every layer of frozen, masked or trained tensors, with its path."""
         return ((path, module) for path, module in self.named_modules() if isinstance(module, SupermaskLayer))
 
@@ -89,11 +92,8 @@ class TicketMixin:
         mean_resizing: bool = True,
     ) -> nn.Module:
         """As in transformers, except that new rows are drawn like all others: a mean row has no seed."""
-        multiple = pad_to_multiple_of or 1
-        rows = (
-            -(-(self.config.vocab_size if new_num_tokens is None else new_num_tokens) // multiple) * multiple
-        )
-        return self._tool("resize_token_embeddings")(self, rows)
+        rows, multiple = new_num_tokens or self.config.vocab_size, pad_to_multiple_of or 1
+        return self._tool("resize_token_embeddings")(self, -(-rows // multiple) * multiple)
 
     # -- in memory -------------------------------------------------------------------------------
 
@@ -130,7 +130,7 @@ class TicketMixin:
             layer._is_hf_initialized = True  # else transformers would fill it anew
         if self.can_generate():
             ticket.generation_config = copy.deepcopy(self.generation_config)
-        return ticket.to(self.device, self.dtype).eval()
+        return ticket.to(self.device, self.dtype).eval()  # type: ignore[arg-type]
 
     # -- out: by tools of the package, which do not travel ---------------------------------------
 
@@ -158,7 +158,7 @@ class TicketMixin:
         ticket was loaded from; a card that is not there is written.
         """
         if self.config.state != "ticket":
-            return super().push_to_hub(repo_id, **kwargs)
+            return super().push_to_hub(repo_id, **kwargs)  # type: ignore[arg-type]
         return self._tool("push_to_hub")(self, repo_id, **kwargs)
 
     def merge_and_unload(self) -> PreTrainedModel:
@@ -172,9 +172,7 @@ class TicketMixin:
     @staticmethod
     def _tool(name: str) -> Callable[..., Any]:
         if name not in TOOLS:  # this code came from the Hub by itself
-            raise ImportError(
-                f"{name} is not among the code that travels: pip install hf_slt, and import hf_slt"
-            )
+            raise ImportError(f"{name} does not travel with a ticket: pip install hf_slt, and import hf_slt")
         return TOOLS[name]
 
     # -- in --------------------------------------------------------------------------------------
@@ -193,7 +191,7 @@ class TicketMixin:
             return super().from_pretrained(source, *args, **kwargs)
         where = {name: kwargs[name] for name in _DOWNLOAD_OPTIONS if kwargs.get(name) is not None}
         path = find_mask_file(source, **where)
-        if path is None or _holds_scores(path):
+        if path is None or _holds_scores(source, path, where):
             if mask is not None:
                 raise TicketError(f"{source}: not a ticket; mask= puts another mask on one")
             loaded = super().from_pretrained(source, *args, **kwargs)
@@ -207,26 +205,25 @@ class TicketMixin:
         if os.path.isfile(source) and config is None:
             config = cls.config_class.from_dict(dict(ticket.header.config))
         elif not isinstance(config, PreTrainedConfig):
-            dtype = {name: kwargs.pop(name) for name in ("dtype", "torch_dtype") if name in kwargs}
+            dtype: dict = {name: kwargs.pop(name) for name in ("dtype", "torch_dtype") if name in kwargs}
             config, kwargs = cls.config_class.from_pretrained(
                 config or source, return_unused_kwargs=True, **kwargs
             )
             kwargs |= dtype  # the model's; that of the configuration is the file's
         if mask is not None:
-            ticket = read_fitting_ticket(
-                mask, ticket.header, **{**where, "revision": None, "subfolder": None}
-            )
-        for name in (*_DOWNLOAD_OPTIONS, "config"):
-            kwargs.pop(name, None)
+            elsewhere = {**where, "revision": None, "subfolder": None}
+            ticket = read_fitting_ticket(mask, ticket.header.config, **elsewhere)
+        kwargs = {name: one for name, one in kwargs.items() if name not in (*_DOWNLOAD_OPTIONS, "config")}
         if cls.can_generate() and kwargs.get("generation_config") is None:
             with contextlib.suppress(OSError):  # there is none: the one of the configuration stands
                 kwargs["generation_config"] = GenerationConfig.from_pretrained(source, **where)
         return cls._from_ticket(ticket, _with_dtype(config), str(source), *args, **kwargs)
 
     @classmethod
-    def _from_ticket(cls, ticket: Ticket, config: PreTrainedConfig, name: str, *args, **kwargs):
+    def _from_ticket(cls, ticket: Ticket, config: SupermaskGPT2Config, name: str, *args, **kwargs):
         header, keys = ticket.header, ticket.header.tensors
-        config.density, config.rule, config.mask_digest = header.density, header.rule, header.mask_digest
+        config.state, config.mask_digest = "ticket", header.mask_digest
+        config.density, config.rule = header.density, header.rule
         try:  # the caller may have given another configuration than the ticket's own
             check_tensors(header, config, sizes=not kwargs.get("ignore_mismatched_sizes"))
         except ValueError as error:
@@ -253,22 +250,19 @@ class TicketMixin:
                     raise TicketError(f"{ticket.path}: the mask of {tensor.name} was not loaded; see above")
 
 
-def _with_dtype(config: PreTrainedConfig) -> PreTrainedConfig:
+def _with_dtype(config: Any) -> Any:
     """A copy that tells a dtype: masks do not, and transformers would take theirs."""
     config = copy.deepcopy(config)
     config.dtype = config.dtype or torch.get_default_dtype()
     return config
 
 
-def _holds_scores(mask_file: Path) -> bool:
-    """Whether a folder is of scores, with the mask of an earlier ticket left in it.
+def _holds_scores(source: str | os.PathLike, mask_file: Path, where: dict[str, Any]) -> bool:
+    """Whether a folder or a name is of scores, with the mask of an earlier ticket left in it.
 
     Its configuration must say so and its scores must be there: else it is an altered ticket.
     """
-    config, scores = mask_file.with_name(CONFIG_FILE), mask_file.with_name(MODEL_FILE)
-    return (
-        mask_file.name == MASK_FILE
-        and config.is_file()
-        and read_json(config).get("state") == "scores"
-        and scores.is_file()
-    )
+    alone = mask_file.name != MASK_FILE or os.path.isfile(source)
+    config = None if alone else find_file(source, CONFIG_FILE, **where)
+    says_so = config is not None and read_json(config).get("state") == "scores"
+    return says_so and find_file(source, MODEL_FILE, **where) is not None

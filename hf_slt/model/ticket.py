@@ -62,7 +62,6 @@ _KNOWN = {
     "bit_order": ("little",),
     "generator": (GENERATOR,),
 }
-
 # What may differ between two configurations of one ticket: how it is loaded, not what it computes.
 LOADING_KEYS = frozenset(
     "transformers_version architectures dtype auto_map _name_or_path use_cache mask_digest id2label "
@@ -205,17 +204,22 @@ def find_mask_file(source: str | os.PathLike, **where: Any) -> Path | None:
     if os.path.isfile(source):
         return Path(source)
     for name in (MASK_FILE, MODEL_FILE):
-        if os.path.isdir(source):
-            path = Path(source, where.get("subfolder") or "", name)
-        else:
-            try:
-                path = Path(hf_hub_download(str(source), name, **where))
-            except (EntryNotFoundError, HfHubHTTPError, HFValidationError, OSError):
-                continue  # transformers will say what is wrong with the name
+        path = find_file(source, name, **where)
         # Scores and dense models have files of that name too, but not our header.
-        if path.exists() and (name == MASK_FILE or METADATA_KEY in read_table(path)[0]):
+        if path is not None and (name == MASK_FILE or METADATA_KEY in read_table(path)[0]):
             return path
     return None
+
+
+def find_file(source: str | os.PathLike, name: str, **where: Any) -> Path | None:
+    """A file of a folder or of a Hub name; None if it is not there."""
+    if os.path.isdir(source):
+        path = Path(source, where.get("subfolder") or "", name)
+        return path if path.exists() else None
+    try:
+        return Path(hf_hub_download(str(source), name, **where))
+    except (EntryNotFoundError, HfHubHTTPError, HFValidationError, OSError):
+        return None  # transformers will say what is wrong with the name
 
 
 def read_header(path: str | os.PathLike) -> Header:
@@ -258,12 +262,8 @@ def read_ticket(path: str | os.PathLike) -> Ticket:
 def ticket_and_faults(path: Path) -> tuple[Ticket, list[TicketError]]:
     """The ticket, and what is wrong with its arrays; a header that is wrong raises."""
     header = read_header(path)
-    if (
-        header.encoding != "packed" and header.encoding not in DECODERS
-    ):  # this code came from the Hub by itself
-        cure = (
-            "pip install hf_slt, and import hf_slt; or have it stored again by `slt pack --encoding packed`"
-        )
+    if header.encoding not in ("packed", *DECODERS):  # this code came from the Hub by itself
+        cure = "pip install hf_slt, and import hf_slt; or ask for it stored by `slt pack --encoding packed`"
         raise ImportError(f"{path}: masks with encoding {header.encoding!r} need the package: {cure}")
     arrays: dict[str, np.ndarray] = {}
     try:

@@ -157,10 +157,8 @@ def write_card(
 
 def describe_environment() -> dict[str, str]:
     """Versions and hardware of this process, without the name of the machine; does not import torch."""
-    from .. import __version__
-
-    found = {"hf_slt": __version__, "Python": platform.python_version()}
-    for package in ("torch", "transformers", "accelerate", "datasets", "tokenizers", "numpy"):
+    found = {"Python": platform.python_version()}
+    for package in ("hf_slt", "torch", "transformers", "accelerate", "datasets", "tokenizers", "numpy"):
         try:
             found[package] = version(package)
         except PackageNotFoundError:

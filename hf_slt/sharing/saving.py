@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
 from ..model.pretrained import AUTO_MAP
-from ..model.quantisation import BITS, largest_code
+from ..model.quantisation import BITS, dequantise, largest_code
 from ..model.random_weights import digest
 from ..model.ticket import (
     CODED_KEY,
@@ -59,6 +59,8 @@ def describe(model: Any, encoding: str = "packed") -> tuple[Header, dict[str, np
                 drawn = known.get(tensor.name) or digest(tensor.draw())
                 entry = replace(entry, law=tensor.law, scale=tensor.scale, weight_sha256=drawn)
             if data is not None:
+                if layer.bits in BITS:  # as the file will give them back; new rows may not be rounded yet
+                    data = dequantise(*quantise(data, layer.bits), tensor.shape, layer.bits)
                 arrays[tensor.name] = data
                 entry = replace(
                     entry, key=f"{path}.{layer.key(tensor)}", data_sha256=digest(data), bits=layer.bits

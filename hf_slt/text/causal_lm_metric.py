@@ -41,20 +41,11 @@ class CausalLMMetric(evaluate.Metric):
             description=DESCRIPTION, citation="", inputs_description=INPUTS, features=features
         )
 
-    def _compute(
-        self,
-        predictions,
-        model,
-        tokenizer=None,
-        block_size=None,
-        stride=None,
-        batch_size=4,
-        progress=False,
-    ) -> dict[str, float]:
+    def _compute(self, predictions, model, tokenizer=None, **options) -> dict[str, float]:
         if isinstance(model, str):
             if not isinstance(tokenizer, (str, type(None))):
                 raise ValueError("a model given by name takes a tokenizer by name; or give both as objects")
             model, tokenizer = load_model(model, tokenizer)
         elif tokenizer is None or isinstance(tokenizer, str):
             raise ValueError("a model given as an object needs its tokenizer as an object too: tokenizer=...")
-        return evaluate_text(model, tokenizer, predictions, block_size, stride, batch_size, progress)
+        return evaluate_text(model, tokenizer, predictions, **options)

@@ -66,9 +66,9 @@ def explained(action: str, cure: str) -> Iterator[None]:
         raise DataError(f"cannot {action}: {' <- '.join(causes)}; {cure}") from error
 
 
-def option(text: str, default: Any = None) -> Any:
-    """A field of a dataclass of arguments, with its help."""
-    return field(default=default, metadata={"help": text})
+def option(text: str, default: Any = None, **keywords: Any) -> Any:
+    """A field of a dataclass of arguments, with its help and other keywords of `add_argument`."""
+    return field(default=default, metadata={"help": text, **keywords})
 
 
 @dataclass

@@ -8,6 +8,7 @@ it is read as if it were typed.
 """
 
 import argparse
+import copy
 import math
 import sys
 from collections.abc import Sequence
@@ -93,15 +94,10 @@ class RunArguments:
         "Steps between checkpoints; below 1, this share of all steps. 0 saves only when interrupted.", 500
     )
     save_total_limit: int = option("How many of the last checkpoints to keep, beside the best one.", 2)
-    resume_from_checkpoint: str | None = field(
-        default=None,
-        metadata={
-            "help": "Go on from this checkpoint; without a value (or with true) from the last in output_dir,"
-            " if there is one.",
-            "nargs": "?",
-            "const": "true",
-            "metavar": "FOLDER",
-        },
+    resume_from_checkpoint: str | None = option(
+        "Go on from this checkpoint; without a value, from the last one in output_dir, if there is any.",
+        nargs="?",
+        const="true",
     )
     overwrite: bool = option("Throw away the checkpoints of an earlier run in output_dir.", False)
     report_to: str = option("A tracker beside log.jsonl: tensorboard, trackio, wandb or none.", "none")
@@ -174,23 +170,17 @@ class Arguments:
 
     def flat(self) -> dict[str, Any]:
         """Every argument by name."""
-        return {**self._model_options(), **asdict(self.data), **asdict(self.run)}
-
-    def _model_options(self) -> dict[str, Any]:
-        return {item.name: getattr(self.model, item.name) for item in MODEL_FIELDS}
+        model = {item.name: getattr(self.model, item.name) for item in MODEL_FIELDS}
+        return {**model, **asdict(self.data), **asdict(self.run)}
 
     def config(self, tokenizer: Any) -> SupermaskGPT2Config:
         """The model's configuration, with what follows from text and run: vocabulary, length, dropout."""
-        end = tokenizer.eos_token_id  # blocks are full: nothing is padded, so no pad token is named
-        dropout: Any = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), self.run.dropout)
-        return SupermaskGPT2Config(
-            **self._model_options(),
-            vocab_size=len(tokenizer),
-            n_positions=self.data.block_size,
-            bos_token_id=end,
-            eos_token_id=end,
-            **dropout,
-        )
+        config = copy.deepcopy(self.model)
+        config.vocab_size, config.n_positions = len(tokenizer), self.data.block_size
+        # Blocks are full: nothing is padded, so no pad token is named.
+        config.bos_token_id = config.eos_token_id = tokenizer.eos_token_id
+        config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = self.run.dropout
+        return config
 
 
 def parse_arguments(
@@ -219,8 +209,10 @@ def parse_arguments(
 
 def _preset_words(parser: OptionParser, path: Path) -> list[str]:
     """A preset as a command line, so that argparse checks names and types alike."""
-    import yaml  # an extra: only presets need it
-
+    try:
+        import yaml  # an extra: only presets need it
+    except ImportError:
+        parser.error('presets need PyYAML: pip install "hf_slt[train]"')
     try:
         preset = yaml.safe_load(path.read_text())
     except OSError as error:

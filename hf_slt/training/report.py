@@ -62,14 +62,12 @@ def train_and_compare(
             print(f"gap closed between random mask and dense twin: {report['gap_closed']:.1%}")
     if own != "dense":
         _dress(folders[own], template, own, reports, logs[own])
-    with replacing(folders[own] / "report.json") as temporary:
-        temporary.write_text(json.dumps(report, indent=1) + "\n")
     if prompt is not None:
         report["samples"] = {name: sample(one["saved"], prompt) for name, one in reports.items()}
         for name, text in report["samples"].items():
             print(f"\n--- {LABELS.get(name, name)} goes on after {prompt!r}:\n{text}")
-        with replacing(folders[own] / "report.json") as temporary:
-            temporary.write_text(json.dumps(report, indent=1) + "\n")
+    with replacing(folders[own] / "report.json") as temporary:
+        temporary.write_text(json.dumps(report, indent=1) + "\n")
     print(f"\nsaved in {folders[own]}: " + ", ".join(sorted(path.name for path in folders[own].iterdir())))
     return report
 

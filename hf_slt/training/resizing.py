@@ -7,9 +7,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..model.layers import SupermaskLayer, TicketLayer
+from ..model.layers import StoredLayer, TicketLayer
+from ..model.quantisation import BITS
 from ..model.ticket import pack_mask, unpack_mask
-from .scores import ScoresLayer
+from .scores import RoundedWeight, ScoresLayer
 
 
 def resize_token_embeddings(model: Any, rows: int) -> nn.Module:
@@ -23,7 +24,7 @@ def resize_token_embeddings(model: Any, rows: int) -> nn.Module:
 
 
 @torch.no_grad()
-def resized(layer: SupermaskLayer, rows: int) -> SupermaskLayer:
+def resized(layer: Any, rows: int) -> Any:
     """A copy of a table with other rows. In a ticket a new row keeps all of its weights."""
     if layer.shape != tuple(layer.body.shape):
         raise RuntimeError("a ternary table cannot be resized; resize the ticket, then call to_ternary()")
@@ -34,7 +35,7 @@ def resized(layer: SupermaskLayer, rows: int) -> SupermaskLayer:
     new: Any = type(layer)([replace(tensor, shape=(rows, tensor.shape[1]))], **options)
     new = new.to(layer.body.device, layer.body.dtype).train(layer.training)
     if isinstance(layer, ScoresLayer):
-        new.scores[:both] = layer.scores[:both]
+        new.stored()[0][:both] = layer.stored()[0][:both]
     elif isinstance(layer, TicketLayer) and layer.kind == "masked":
         mask = unpack_mask(layer.packed_mask(tensor).cpu().numpy(), tensor.shape)[:rows]
         more = np.ones((rows - both, tensor.shape[1]), bool)
@@ -42,4 +43,6 @@ def resized(layer: SupermaskLayer, rows: int) -> SupermaskLayer:
         new.materialise()
     elif layer.kind == "trained":
         new.body[:both] = layer.body[:both]
+        if isinstance(layer, StoredLayer) and layer.bits in BITS:  # a ticket's are rounded, the new ones too
+            new.body.copy_(RoundedWeight.apply(new.body, layer.bits))
     return new

@@ -102,7 +102,7 @@ def build_optimizer(model: nn.Module, options: RunArguments) -> torch.optim.Opti
     scores = [one for name, one in named if name.endswith("scores")]
     weights = [one for name, one in named if not name.endswith("scores")]
     groups = [
-        # Decay would only scale scores, and a mask depends on their order alone.
+        # Scores do not decay: what counts is their order, not their size.
         {"params": scores, "lr": options.learning_rate, "weight_decay": 0.0},
         {"params": weights, "lr": options.weight_learning_rate, "weight_decay": options.weight_decay},
     ]
@@ -131,23 +131,17 @@ class Run:
         self.arguments, self.options, self.seed = arguments, arguments.run, arguments.model.seed
         self.folder, self.make_optimizer = Path(self.options.output_dir), make_optimizer
         tracker = None if self.options.report_to == "none" else self.options.report_to
+        precision = "bf16" if self.options.bf16 else None  # or else as accelerate was configured
         self.accelerator = Accelerator(
-            mixed_precision="bf16" if self.options.bf16 else None,
-            log_with=tracker,
-            project_dir=str(self.folder),
+            mixed_precision=precision, log_with=tracker, project_dir=str(self.folder)
         )
         if self.accelerator.mixed_precision == "fp16":
             raise SLTError("fp16 needs a loss scale, which no checkpoint here holds; use bf16")
         with self.accelerator.main_process_first():  # it tokenises, the others read its cache
             self.corpus = corpus or load_blocks(arguments.data)
         self.accelerator.print(self.corpus.summary())
-        self.batches = Batches(
-            self.corpus.train,
-            self.seed,
-            self.options.per_device_train_batch_size,
-            self.options.gradient_accumulation_steps,
-            self.accelerator,
-        )
+        sizes = self.options.per_device_train_batch_size, self.options.gradient_accumulation_steps
+        self.batches = Batches(self.corpus.train, self.seed, *sizes, self.accelerator)
         self.steps = self._length()
         self.warmup = steps_of(self.options.warmup_steps, self.steps)
         model = build_model(arguments, self.corpus)
@@ -163,7 +157,8 @@ class Run:
         self.best: tuple[int, float] | None = None  # step and validation loss
         self.masks: dict[str, Tensor] = {}  # at the last look
         self.checkpoints = Checkpoints(self.folder, self._identity(), self.options.save_total_limit)
-        self.log = Log(self.folder / "log.jsonl", self.accelerator, self._resume(), self.done)
+        before = self._resume()
+        self.log = Log(self.folder / "log.jsonl", self.accelerator, before, self.done)
         if tracker:
             self.accelerator.init_trackers("hf_slt", {k: str(v) for k, v in arguments.flat().items()})
 
@@ -270,9 +265,7 @@ class Run:
         density = self._set_density()
         measures = evaluate_blocks(
             self.model,
-            validation_batches(
-                self.corpus.validation, self.options.per_device_train_batch_size, self.accelerator
-            ),
+            validation_batches(self.corpus.validation, self.batches.batch_size, self.accelerator),
             bytes_per_token=self.corpus.validation.bytes_per_token,
             reduce=self.accelerator.reduce,
         )

@@ -15,6 +15,7 @@ Importing this module teaches `hf_slt.model` to build models with scores.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,6 +42,7 @@ class ScoresLayer(DrawnLayer):
     """A drawn weight under the mask of its scores; each tensor is ranked by itself."""
 
     body_name = "drawn"
+    drawn: Any
 
     def __init__(self, tensors: Sequence[TensorSpec]) -> None:
         super().__init__(tensors)
@@ -279,11 +281,12 @@ class ScoresEmbedding(ScoresLayer, Embedding):
             self._shared = None
 
     def _product(self) -> Tensor:
-        if self._shared is None:
+        shared = self._shared  # another thread may end its own forward meanwhile
+        if shared is None:
             return super()._product()
-        if not self._shared:
-            self._shared.append(super()._product())
-        return self._shared[0]
+        if not shared:
+            shared.append(super()._product())
+        return shared[0]
 
 
 class ScoresHead(ScoresLayer, Head):

@@ -174,12 +174,12 @@ def test_another_mask_from_the_start(shelf):
     ("changes", "named"),
     [
         ({"seed": 8}, "seed 7 and 8"),
-        ({"law": "uniform"}, "law normal and uniform"),
-        ({"qk_scale": 1}, r"h\.0\.attn\.c_attn\.key with scale"),
-        ({"n_inner": 40}, r"h\.0\.mlp\.c_fc with shape \(32, 128\) and \(32, 40\)"),
-        ({"n_layer": 1}, r"h\.1\.attn\.c_attn\.key is in only one"),
+        ({"law": "uniform"}, "law 'normal' and 'uniform'"),
+        ({"qk_scale": 1}, "qk_scale 'paper' and 1"),
+        ({"n_inner": 40}, "n_inner None and 40"),
+        ({"n_layer": 1}, "n_layer 2 and 1"),
         ({"layer_norm": False}, "layer_norm True and False"),
-        ({"embedding": "trained"}, r"wpe with law normal and None"),
+        ({"embedding": "trained"}, "embedding 'masked' and 'trained'"),
         ({"activation_function": "relu"}, "activation_function 'gelu_new' and 'relu'"),
     ],
 )

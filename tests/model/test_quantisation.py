@@ -50,6 +50,12 @@ def test_values_take_as_many_bytes_as_are_counted(tmp_path, bits):
         assert found == value_bytes(header.tensors[name]) == 64 * 32 * bits // 8 + 64 * 2
 
 
+def test_values_that_were_never_trained_are_rounded_too(tmp_path):
+    ticket = SupermaskGPT2LMHeadModel(tiny_config(embedding="trained", embedding_bits=4, state="ticket"))
+    ticket.save_ticket(tmp_path)
+    SupermaskGPT2LMHeadModel.from_pretrained(tmp_path)
+
+
 def test_damaged_codes_are_refused(tmp_path):
     model = SupermaskGPT2LMHeadModel(tiny_config(embedding="trained", embedding_bits=4))
     model.save_ticket(tmp_path)

@@ -17,6 +17,8 @@ from transformers import GPT2LMHeadModel
 
 from hf_slt import SupermaskGPT2LMHeadModel
 from hf_slt.model.random_weights import draw
+from hf_slt.training import scores as scores_module
+from hf_slt.training.selection import keep_largest
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +142,21 @@ def test_a_change_of_scores_is_seen(model, blank, way):
     before = logits_of(model)
     way(model)
     assert not torch.equal(logits_of(model), before)
+    assert_current(blank, model)
+
+
+def test_a_tied_table_is_ranked_once_in_a_forward_and_anew_in_the_next(model, blank, monkeypatch):
+    ranked = []
+    monkeypatch.setattr(
+        scores_module, "keep_largest", lambda *args, keep=keep_largest: ranked.append(1) or keep(*args)
+    )
+    for step in (1, 2):
+        logits_of(model)
+        assert len(ranked) == step * len(list(model.parameters()))
+        swap_pair(model)
+    with pytest.raises(IndexError):
+        model(IDS + 99)  # after the table was masked for its first use
+    swap_pair(model)
     assert_current(blank, model)
 
 

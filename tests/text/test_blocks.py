@@ -13,7 +13,7 @@ import datasets
 import numpy as np
 import pytest
 from torch.utils.data import DataLoader
-from transformers import AutoTokenizer, HfArgumentParser
+from transformers import AutoTokenizer
 
 from hf_slt.text import blocks as data
 from hf_slt.text.blocks import (
@@ -490,16 +490,6 @@ def test_a_tokenizer_without_end_of_text_is_refused(tokenizer, tmp_path):
     path.write_text(json.dumps(config))
     with pytest.raises(DataError, match="no end-of-text token; set its eos_token"):
         load_tokenizer(str(tmp_path / "tok"))
-
-
-def test_every_argument_has_help_and_parses():
-    for option in dataclasses.fields(DataArguments):
-        assert len(option.metadata["help"]) > 20, option.name
-    (parsed,) = HfArgumentParser(DataArguments).parse_args_into_dataclasses(
-        ["--train_files", "a", "b", "--no_end_of_text", "--streaming", "--block_size", "64"]
-    )
-    expected = DataArguments(train_files=["a", "b"], end_of_text=False, streaming=True, block_size=64)
-    assert parsed == expected
 
 
 def test_documents_can_be_walked_again():

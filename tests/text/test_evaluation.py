@@ -1,9 +1,6 @@
 """Loss, perplexity, bits per byte: against loops over single tokens, and against numbers made by hand."""
 
-import json
 import math
-import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +13,14 @@ from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from hf_slt.text.blocks import BlockPacker, TokenBlocks, train_tokenizer
-from hf_slt.text.evaluation import EvaluationError, _windows, evaluate_blocks, evaluate_text, evaluating, main
+from hf_slt.text.evaluation import (
+    EvaluationError,
+    _windows,
+    evaluate_blocks,
+    evaluate_saved,
+    evaluate_text,
+    evaluating,
+)
 
 ROOT = Path(__file__).parents[2]
 TEXTS = ["A mask is learned, the weights never are. " * 6, "é🙂", "one seed;\nmany tickets\n" * 9, "a"]
@@ -267,13 +271,13 @@ def test_a_tokenizer_of_another_model_is_refused(model):
         evaluate_text(model, other, corpus)
 
 
-# ---------------------------------------------------------------------------- metric and command line
+# ---------------------------------------------------------------------------- metric and saved models
 
 
 def test_metric_of_the_evaluate_library(model, tokenizer, saved, tmp_path):
     import evaluate
 
-    metric = evaluate.load(str(ROOT / "hf_slt" / "text" / "metric.py"), cache_dir=str(tmp_path))
+    metric = evaluate.load(str(ROOT / "hf_slt" / "text" / "causal_lm_metric.py"), cache_dir=str(tmp_path))
     expected = evaluate_text(model, tokenizer, TEXTS)
     assert metric.compute(predictions=TEXTS, model=model, tokenizer=tokenizer) == expected
     options = {"block_size": 8, "stride": 4, "batch_size": 2}
@@ -288,37 +292,23 @@ def test_metric_of_the_evaluate_library(model, tokenizer, saved, tmp_path):
     assert sys.modules[type(metric).__module__].evaluate_text.__module__.startswith("evaluate_modules")
 
 
-def test_command_line(model, tokenizer, saved, tmp_path, capsys):
+def test_saved_models(model, tokenizer, saved, tmp_path):
     file = tmp_path / "text.txt"
     file.write_text(TEXTS[0])
-    assert main([str(saved), "--file", str(file), "--json", "--block-size", "8", "--stride", "4"]) == 0
     expected = evaluate_text(model, tokenizer, TEXTS[0], 8, 4)
-    assert json.loads(capsys.readouterr().out) == pytest.approx(expected, rel=1e-6)
-    assert main([str(saved), "--file", str(file)]) == 0
-    assert capsys.readouterr().out.startswith("loss ")
+    found = evaluate_saved(str(saved), [str(file)], block_size=8, stride=4)
+    assert found == pytest.approx(expected, rel=1e-6)
+    for options in ({"name": str(tmp_path)}, {"tokenizer": str(tmp_path)}):
+        with pytest.raises(EvaluationError, match=r"cannot load .*; give a folder or Hub name"):
+            evaluate_saved(**{"name": str(saved), "files": [str(file)], **options})
 
 
-def test_command_line_errors_are_one_line(saved, tmp_path, capsys):
-    file = tmp_path / "text.txt"
-    file.write_text("some text")
-    for arguments, message in [
-        ([str(tmp_path), "--file", str(file)], "cannot load"),
-        ([str(saved), "--file", str(tmp_path / "nope.txt")], "there is no file"),
-        ([str(saved), "--file", str(file), "--block-size", "99"], "block_size 99"),
-        ([str(saved), "--file", str(file), "--device", "abacus"], ""),
-        ([str(saved), "--file", str(file), "--tokenizer", str(tmp_path)], "cannot load"),
-    ]:
-        assert main(arguments) == 1
-        printed = capsys.readouterr()
-        assert printed.out == ""
-        assert printed.err.strip().splitlines()[-1].startswith(f"python -m hf_slt.text.evaluation: {message}")
-
-
-def test_python_minus_m(saved, tmp_path):
-    file = tmp_path / "text.jsonl"
-    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path)}
-    command = [sys.executable, "-m", "hf_slt.text.evaluation", str(saved), "--file", str(file), "--json"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["bytes"] == sum(len(text.encode()) for text in TEXTS)
+def test_a_loss_that_is_no_number_is_an_error(model, tokenizer, tmp_path):
+    broken = GPT2LMHeadModel(model.config)
+    with torch.no_grad():
+        broken.transformer.wte.weight[:] = math.nan
+    broken.save_pretrained(tmp_path / "broken")
+    tokenizer.save_pretrained(tmp_path / "broken")
+    (tmp_path / "text.txt").write_text(TEXTS[0])
+    with pytest.raises(EvaluationError, match="loss is nan: the weights are damaged or overflow auto"):
+        evaluate_saved(str(tmp_path / "broken"), [str(tmp_path / "text.txt")])

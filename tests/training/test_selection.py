@@ -190,9 +190,11 @@ def layer(request):
 
 
 def test_neither_does_a_layer_nor_its_gradient(layer, monkeypatch):
+    x = torch.randn(5, 24) if isinstance(layer, ScoresLinear) else torch.tensor([3, 3, 0])
+
     def gradients():
         layer.zero_grad()
-        layer.weight.square().sum().backward()
+        (layer.weight.square().sum() + layer(x).square().sum()).backward()
         return [scores.grad.clone() for scores in layer.parameters()]
 
     expected, weight = gradients(), layer.weight.detach().clone()
