@@ -32,17 +32,13 @@ EXPECTED_SKIPS = {
 }
 
 # What fails, all of it on purpose or by the harness. A test that is listed here and passes is an error too.
+_STOCK = {"test_generation_tester_mixin_inheritance": _HARNESS}
+_OURS = _STOCK | {"test_resize_tokens_embeddings": _RESIZE, "test_resize_embeddings_untied": _RESIZE}
 EXPECTED_FAILURES = {
-    "StockTest": {"test_generation_tester_mixin_inheritance": _HARNESS},
-    "ScoresTest": {
-        "test_generation_tester_mixin_inheritance": _HARNESS,
-        "test_resize_tokens_embeddings": _RESIZE,
-        "test_resize_embeddings_untied": _RESIZE,
-    },
-    "TicketTest": {
-        "test_generation_tester_mixin_inheritance": _HARNESS,
-        "test_resize_tokens_embeddings": _RESIZE,
-        "test_resize_embeddings_untied": _RESIZE,
+    "StockTest": _STOCK,
+    "ScoresTest": _OURS,
+    "TicketTest": _OURS
+    | {
         "test_training": _NO_GRADIENT,
         "test_training_overfit": _NO_GRADIENT,
         "test_training_gradient_checkpointing": _NO_GRADIENT,
@@ -157,16 +153,7 @@ def source_distribution() -> Path:
     archive = cache / f"transformers-{VERSION}.tar.gz"
     if archive.exists():
         return archive
-    download = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--no-deps",
-        "--no-binary",
-        "transformers",
-    ]
+    download = [sys.executable, *"-m pip download --quiet --no-deps --no-binary transformers".split()]
     reason = ""
     for options in (["--no-build-isolation"], []):  # pip asks the archive for its name, by setuptools
         part = cache / f"part-{os.getpid()}"
@@ -209,26 +196,10 @@ def run_suite(folder: Path, classes: list[str]) -> dict[str, dict[str, set[str]]
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     workers = "0" if "PYTEST_XDIST_WORKER" in os.environ else "2"
     tests = [f"tests/test_supermask_gpt2.py::{name}" for name in classes]
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "--quiet",
-        "-p",
-        "no:cacheprovider",
-        "-n",
-        workers,
-        "--tb=short",
-    ]
-    done = subprocess.run(
-        [*command, *tests],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
+    words = f"-m pytest --quiet -p no:cacheprovider -n {workers} --tb=short"
+    command = [sys.executable, *words.split(), *tests]
+    options = {"capture_output": True, "text": True, "timeout": 900, "check": False}
+    done = subprocess.run(command, cwd=folder, env=environment, **options)
     assert (folder / "outcomes.json").exists(), done.stdout[-3000:] + done.stderr[-3000:]
     (folder / "log.txt").write_text(done.stdout)
     outcomes = json.loads((folder / "outcomes.json").read_text())

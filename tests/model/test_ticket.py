@@ -20,7 +20,6 @@ from hf_slt import SupermaskGPT2LMHeadModel, TicketError, verify_ticket
 from hf_slt.model import ticket as ticket_module
 from hf_slt.model.random_weights import GENERATOR, draw
 from hf_slt.model.ticket import pack_mask, unpack_mask
-from hf_slt.sharing.card import entropy_bits
 from hf_slt.sharing.files import staged
 from hf_slt.sharing.mask_algebra import rewrite_ticket
 from hf_slt.sharing.verify import find_faults
@@ -93,18 +92,6 @@ def test_pack_is_little_endian_bits_with_zero_padding():
     assert packed.tolist() == [1, 2, 0]
     np.testing.assert_array_equal(unpack_mask(packed, (3, 7)), mask)
     np.testing.assert_array_equal(pack_mask(mask.T), pack_mask(np.ascontiguousarray(mask.T)))
-
-
-def test_an_entropy_coded_file_is_near_its_bound(tmp_path):
-    """Stored bits against log2(n choose kept), by a sum of logarithms."""
-    model = SupermaskGPT2LMHeadModel(tiny_config(n_embd=128, vocab_size=500, density=0.2))
-    header = model.save_ticket(tmp_path, encoding="entropy")
-    bits = 0.0
-    for entry in header.tensors.values():
-        places = np.arange(1, entry.kept + 1)
-        bits += float(np.log2((entry.size - entry.kept + places) / places).sum())
-    assert sum(map(entropy_bits, header.tensors.values())) == pytest.approx(bits, rel=1e-9)
-    assert bits <= 8 * load_file(tmp_path / "mask.safetensors")["coded_masks"].nbytes < 1.001 * bits
 
 
 # -- version 0.1.0 --------------------------------------------------------------------------------

@@ -73,39 +73,22 @@ def number(text: str) -> int:
 
 
 def test_metadata_parse_and_come_back(ticket):
-    path = write_card(
-        ticket,
-        TEMPLATE,
-        name="me/tiny-ticket",
-        records=RECORDS,
-        training=TRAINING,
-        text_sha256="ab" * 32,
-        license="apache-2.0",
-        language="en",
-    )
+    options = {"license": "apache-2.0", "language": "en", "text_sha256": "ab" * 32}
+    path = write_card(ticket, TEMPLATE, name="me/tiny-ticket", records=RECORDS, training=TRAINING, **options)
     card = ModelCard.load(path)
     data = card.data
-    assert (data.library_name, data.pipeline_tag, data.license) == (
-        "transformers",
-        "text-generation",
-        "apache-2.0",
-    )
-    assert data.language == "en"
+    assert (data.library_name, data.pipeline_tag) == ("transformers", "text-generation")
+    assert (data.license, data.language, data.model_name) == ("apache-2.0", "en", "tiny-ticket")
     assert data.datasets == "Salesforce/wikitext"
     assert "supermask" in data.tags
-    assert data.model_name == "tiny-ticket"
-    assert {result.metric_type: result.metric_value for result in data.eval_results} == {
-        "loss": 4.5,
-        "perplexity": math.exp(4.5),
-        "bits_per_byte": 2.25,
-    }
+    found = {result.metric_type: result.metric_value for result in data.eval_results}
+    assert found == {"loss": 4.5, "perplexity": math.exp(4.5), "bits_per_byte": 2.25}
     for result in data.eval_results:
         assert (result.task_type, result.dataset_type) == ("text-generation", "Salesforce/wikitext")
         assert result.dataset_config == "wikitext-103-raw-v1"
         assert result.dataset_args == {"sha256": "ab" * 32}
     again = ModelCard(str(card))
-    assert again.data.to_dict() == data.to_dict()
-    assert again.text == card.text
+    assert (again.data.to_dict(), again.text) == (data.to_dict(), card.text)
 
 
 def test_what_is_unknown_is_left_out(ticket):
@@ -115,10 +98,6 @@ def test_what_is_unknown_is_left_out(ticket):
     for word in ("## Results", "## Training", "None", "nan", "{{", "{%", "undefined", "\n\n\n"):
         assert word not in card.text, word
     assert "![" not in card.text
-    for heading in ("How to use it", "The ticket", "Limits", "Citation"):
-        assert f"## {heading}" in card.text
-    assert "2511.04217" in card.text
-    assert "2410.10986" in card.text
 
 
 def test_a_measure_that_is_no_number_is_left_out(ticket):
@@ -161,19 +140,15 @@ def run_snippet(card: str, folder: Path, monkeypatch, capsys) -> str:
     return capsys.readouterr().out
 
 
-def test_the_snippet_generates(ticket, monkeypatch, capsys):
+def test_the_snippet_generates(ticket, tmp_path, monkeypatch, capsys):
     card = write_card(ticket, TEMPLATE).read_text()
     assert run_snippet(card, ticket, monkeypatch, capsys).startswith("The")
-
-
-def test_the_snippet_without_tokenizer(tmp_path, monkeypatch, capsys):
+    # without a tokenizer
     save_ticket(tmp_path / "bare")
     card = write_card(tmp_path / "bare", TEMPLATE).read_text()
     ids = ast.literal_eval(run_snippet(card, tmp_path / "bare", monkeypatch, capsys))
     assert ids[0] == tiny_config().bos_token_id
-
-
-def test_the_snippet_of_a_classifier(tmp_path, monkeypatch, capsys):
+    # of a classifier
     folder = tmp_path / "classifier"
     save_ticket(folder, True, model_class=SupermaskGPT2ForSequenceClassification, vocab_size=300)
     path = write_card(folder, TEMPLATE)

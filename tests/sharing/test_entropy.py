@@ -2,14 +2,12 @@
 
 import math
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
-from transformers.dynamic_module_utils import get_imports
 
 from hf_slt.model.random_weights import digest, draw
 from hf_slt.model.ticket import pack_mask, unpack_mask
@@ -27,12 +25,9 @@ def facts(masks):
 
 
 def entropy_bound(masks) -> float:
-    """Sum of log2(n choose kept)."""
-    nats = (
-        math.lgamma(m.size + 1) - math.lgamma(m.sum() + 1) - math.lgamma(m.size - m.sum() + 1)
-        for m in masks.values()
-    )
-    return sum(nats) / math.log(2)
+    """Sum of log2(n choose kept), by logarithms of its factors."""
+    places = {name: np.arange(1, mask.sum() + 1) for name, mask in masks.items()}
+    return sum(np.log2((mask.size - mask.sum() + places[n]) / places[n]).sum() for n, mask in masks.items())
 
 
 def check_round_trip(masks) -> np.ndarray:
@@ -51,26 +46,11 @@ GOLDEN = "888473c79a77c6f9da52bca7b3665fc307921b641824e7ffd080f85ccc2307a9"
 
 
 @pytest.mark.parametrize("density", DENSITIES)
-def test_one_mask_within_a_thousandth_of_the_bound(density):
-    masks = {"wte": make_mask("wte", (1201, 833), density)}
-    assert 1 <= 8 * check_round_trip(masks).nbytes / entropy_bound(masks) < 1.001
-
-
-@pytest.mark.parametrize("density", [0.1, 0.3, 0.5, 0.7, 0.9])
-def test_a_ticket_of_a_hundred_thousand_weights_too(density):
-    shapes = {f"h.{layer}.{part}": (64, 64) for layer in range(4) for part in "qkvo"}
-    shapes |= {f"h.{layer}.fc": (64, 128) for layer in range(4)} | {"wpe": (33, 63)}
-    masks = {name: make_mask(name, shape, density) for name, shape in shapes.items()}
-    assert 1e5 < sum(mask.size for mask in masks.values()) < 1.01e5
-    assert 1 <= 8 * check_round_trip(masks).nbytes / entropy_bound(masks) < 1.001
-
-
-@pytest.mark.parametrize("density", DENSITIES)
 @pytest.mark.parametrize("size", [50, 1000, 30_001, 300_000])
 def test_the_overhead_is_a_bit_a_mask_and_four_bytes_a_stream(density, size):
     masks = {f"{i:02}": make_mask(f"{size}.{i}", (size,), density) for i in range(30)}
     bits, bound = 8 * check_round_trip(masks).nbytes, entropy_bound(masks)
-    assert bits < 1.0003 * bound + len(masks) + 32
+    assert bound <= bits < 1.0003 * bound + len(masks) + 32
 
 
 def test_a_mask_that_keeps_all_or_nothing_is_free():
@@ -249,9 +229,3 @@ def test_a_missing_library_is_named_with_the_cure(monkeypatch):
     for work in (lambda: encode_masks({}), lambda: decode_masks(np.ones(1, np.uint8), {}, {})):
         with pytest.raises(ImportError, match="pip install constriction"):
             work()
-
-
-def test_remote_code_does_not_demand_the_library():
-    found = get_imports(Path(entropy.__file__))
-    assert "numpy" in found
-    assert "constriction" not in found

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import tiny_config
+from cases import assert_same_values, gradients, tiny_config
 from torch.func import functional_call, grad, jvp, vmap
 from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -77,64 +77,38 @@ def test_a_label_beyond_the_vocabulary_is_refused():
 
 
 @pytest.mark.parametrize("options", [{}, {"num_items_in_batch": 19}], ids=["mean", "sum"])
-def test_second_derivatives(options):
-    logits, labels = example(torch.float64)  # stock and ours compute in float32
-    direction = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    products = []
-    for function in (causal_lm_loss, ForCausalLMLoss):
-        leaf = logits.clone().requires_grad_()
-        loss = function(leaf, labels, vocab_size=VOCABULARY, **options)
-        (slope,) = torch.autograd.grad(loss, leaf, create_graph=True)
-        products.append(torch.autograd.grad((slope * direction).sum(), leaf)[0])
-    assert products[0].abs().max() > 1e-3
-    torch.testing.assert_close(*products, rtol=1e-4, atol=1e-7)
-
-
-def test_torch_func():
+def test_derivatives_of_all_kinds(options):
     logits, labels = example()
     direction = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
     results = []
     for function in (causal_lm_loss, ForCausalLMLoss):
 
         def loss(x, function=function):
-            return function(x, labels, vocab_size=VOCABULARY)
+            return function(x, labels, vocab_size=VOCABULARY, **options)
 
+        leaf = logits.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(loss(leaf), leaf, create_graph=True)
+        second = torch.autograd.grad((slope * direction).sum(), leaf)[0]
+        assert second.abs().max() > 1e-3
         forward = jvp(loss, (logits,), (direction,))[1]
         over_reverse = jvp(grad(loss), (logits,), (direction,))[1]
         many = vmap(grad(loss))(torch.stack([logits, 2 * logits]))
-        results.append((forward, over_reverse, many))
+        results.append((second, forward, over_reverse, many))
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-7)
 
 
 def test_the_model_uses_it_and_a_loss_of_ones_own_replaces_it(monkeypatch):
     model = SupermaskGPT2LMHeadModel(tiny_config())
     monkeypatch.setattr(selection, "_PIECE", model.config.vocab_size)
-    ids = torch.arange(32).view(2, 16) % model.config.vocab_size
-    ours = model(ids, labels=ids)
-    ours.loss.backward()
-    slopes = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-    assert ours.loss.grad_fn.name() == "CrossEntropyBackward"
-    model.zero_grad()
-    model.loss_function = ForCausalLMLoss
-    theirs = model(ids, labels=ids)
-    theirs.loss.backward()
-    assert torch.equal(ours.loss, theirs.loss)
-    for name, parameter in model.named_parameters():
-        assert torch.equal(slopes[name], parameter.grad), name
-
-
-def test_compiled_models_use_the_stock_loss():
-    model = SupermaskGPT2LMHeadModel(tiny_config())
-    ids = torch.arange(32).view(2, 16) % model.config.vocab_size
-    eager = model(ids, labels=ids).loss
-    assert eager.grad_fn.name() == "CrossEntropyBackward"
-    model.loss_function = ForCausalLMLoss
-    stock = torch.compile(model, backend="aot_eager")(ids, labels=ids).loss
+    ids = torch.arange(32).view(2, 16)
+    ours, slopes = model(ids, labels=ids).loss, gradients(model, input_ids=ids, labels=ids)
+    assert ours.grad_fn.name() == "CrossEntropyBackward"
+    compiled = torch.compile(model, backend="aot_eager")(ids, labels=ids).loss  # by torch's own operator
     torch.compiler.reset()
-    model.loss_function = causal_lm_loss
-    ours = torch.compile(model, backend="aot_eager")(ids, labels=ids).loss
-    assert torch.equal(ours, stock)
-    torch.testing.assert_close(ours, eager)
+    model.loss_function = ForCausalLMLoss
+    assert torch.equal(ours, model(ids, labels=ids).loss)
+    assert_same_values(gradients(model, input_ids=ids, labels=ids), slopes)
+    assert torch.equal(compiled, torch.compile(model, backend="aot_eager")(ids, labels=ids).loss)
 
 
 def test_per_example_gradients_of_a_model():
