@@ -159,12 +159,8 @@ def evaluate_text(
     texts = [text for text in ([texts] if isinstance(texts, str) else texts) if text]
     options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
     documents = [[first, *ids] for ids in tokenizer(texts, **options)["input_ids"]] if texts else []
-    vocabulary = getattr(config, "vocab_size", math.inf)
     largest = max((max(ids) for ids in documents), default=0)
-    if largest >= vocabulary:
-        raise EvaluationError(
-            f"token id {largest} is outside the model's vocabulary of {vocabulary}; use the model's tokenizer"
-        )
+    check_vocabulary(largest, getattr(config, "vocab_size", math.inf))
     windows = [
         (ids[start : end - 1], [-100] * (fresh - 1 - start) + ids[fresh:end])
         for ids in documents
@@ -195,7 +191,15 @@ def evaluate_text(
     return {**_measures(nats, tokens), "bits_per_byte": nats / math.log(2) / size, "bytes": size}
 
 
-def load_model(name: str, tokenizer: str | None = None, **options: Any) -> tuple[torch.nn.Module, Any]:
+def check_vocabulary(largest: int, vocabulary: float) -> None:
+    """Refuse token ids that the model has no row for."""
+    if largest >= vocabulary:
+        raise EvaluationError(
+            f"token id {largest} is outside the model's vocabulary of {vocabulary}; use the model's tokenizer"
+        )
+
+
+def load_model(name: str, tokenizer: str | None = None, **options: Any) -> tuple[Any, Any]:
     """Model and tokenizer of any causal LM: a ticket, a local folder, or a name on the Hub."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
