@@ -51,15 +51,14 @@ class CurvatureOperator:
 
     def __matmul__(self, vectors: Tensor) -> Tensor:
         """H of one vector, or of the columns of a matrix, which go through the model together."""
-        return self.products(vectors, outer=False)[0]
+        return self._products(vectors, outer=False)[0]
 
     def with_outer(self, vectors: Tensor) -> list[Tensor]:
         """H and H_o of the same."""
-        return self.products(vectors, outer=True)
+        return self._products(vectors, outer=True)
 
     @torch.no_grad()  # else products would be recorded, too
-    def products(self, vectors: Tensor, outer: bool) -> list[Tensor]:
-        """H of the same and, with `outer`, H_o."""
+    def _products(self, vectors: Tensor, outer: bool) -> list[Tensor]:
         step = 1 if self.step is None else self.step[:, None]
         columns = (step * vectors.reshape(self.size, -1)).view(*self.block.shape, -1)
         sums: list[Tensor] = []
@@ -109,6 +108,9 @@ def estimate_norms(
     """
     size, device, dtype = operator.size, operator.device, operator.dtype
 
+    def products(vectors: Tensor) -> list[Tensor]:
+        return operator.with_outer(vectors) if outer else [operator @ vectors]
+
     def random_signs(count: int) -> Iterator[Tensor]:
         """Rademacher vectors, a few columns at a time."""
         for start in range(0, count, chunk):
@@ -118,7 +120,7 @@ def estimate_norms(
 
     def sums(vectors: Tensor) -> np.ndarray:
         """Of |Hv|^2, |H_o v|^2, |H_f v|^2, v.Hv, v.H_o v over the columns v, in double."""
-        h, *others = operator.products(vectors, outer)
+        h, *others = products(vectors)
         o = others[0] if outer else torch.full_like(h[:1], math.nan).expand_as(h)
         found = np.zeros(5)
         for some in zip(vectors.split(2**16), h.split(2**16), o.split(2**16), strict=True):
@@ -135,7 +137,7 @@ def estimate_norms(
         sketched = min(probes // 5, most // 2)  # and as many basis vectors for each operator
         basis = torch.empty(size, 0, dtype=dtype, device=device)
         if sketched:
-            images = [image for some in random_signs(sketched) for image in operator.products(some, outer)]
+            images = [image for some in random_signs(sketched) for image in products(some)]
             basis = torch.linalg.qr(torch.cat(images, dim=1))[0]
             for some in basis.split(chunk, dim=1):
                 total += sums(some)

@@ -134,7 +134,7 @@ def plot_report(
         raise ValueError("nothing to draw: no block has any curvature")
     deepest = max(len({row.layer for row in rows}) for rows in report.values())
     figure = _figure(1.5 + 5.2 * len(report), 1.6 + 0.45 * deepest, "curvature")
-    from matplotlib.colors import LogNorm
+    from matplotlib.colors import LogNorm  # here, after what names the extra that brings it
 
     colours = LogNorm(min(norms), max(max(norms), 1.001 * min(norms)))
     axes = figure.subplots(1, len(report), squeeze=False)[0]
