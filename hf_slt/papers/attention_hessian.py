@@ -10,7 +10,7 @@ curvature nor gradient.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,9 +18,6 @@ import torch
 from torch import Tensor
 
 Blocks = Mapping[tuple[str, str], Tensor]
-
-# ---------------------------------------------------------------------------------------------------
-# Closed form for one attention layer
 
 
 @dataclass(frozen=True)
@@ -121,12 +118,21 @@ def attention_hessian(
         W_O = torch.as_tensor(W_O).to(X)
         W_O = W_O if W_O.dim() == 3 else W_O[None]
     _check_shapes(X, W_Q, W_K, W_V, W_O, Y)
-    heads, _, d_K = W_Q.shape
+    heads, d, d_K = W_Q.shape
     L, d_out = Y.shape
     c, s = 2.0 / (L * d_out), 1.0 / (temperature * d_K**0.5)
 
+    def eye(size: int) -> Tensor:
+        return torch.eye(size).to(X)
+
     M1, M2, M3 = _moments(X, W_Q, W_K, s, softmax, causal)
-    B = W_V if W_O is None else W_V @ W_O  # (h, d, e)
+    has_output, single = W_O is not None, parameterization == "single"
+    query = "qk" if single else "q"
+    if single:  # the block of W_QK is that of a query whose key is the identity
+        W_K = eye(d).expand(heads, d, d)
+    if W_O is None:
+        W_O = eye(d_out).expand(heads, d_out, d_out)
+    B = W_V @ W_O  # (h, d, e)
     delta = torch.einsum("hir,hre->ie", M1, B) - Y
     u = torch.einsum("hre,ie->hir", B, delta)
     q = torch.einsum("ip,hpa->hia", X, W_Q)
@@ -134,63 +140,46 @@ def attention_hessian(
     uM2 = torch.einsum("hir,hirt->hit", u, M2)
     BM2 = torch.einsum("hre,hirt->hiet", B, M2)  # B^T M2_i
     M2K = torch.einsum("hirt,hta->hira", M2, W_K)
-    single = parameterization == "single"
+    W_Od = torch.einsum("hfe,ie->hif", W_O, delta)
 
     # J[name] : (i, e, h, the two axes of that weight)
-    eye = torch.eye(d_out).to(X)
-    J = {}
-    if single:
-        J["qk"] = s * torch.einsum("ip,hiet->iehpt", X, BM2)
-    else:
-        J["q"] = s * torch.einsum("ip,hiet,hta->iehpa", X, BM2, W_K)
+    J = {query: s * torch.einsum("ip,hiet,hta->iehpa", X, BM2, W_K)}
+    if not single:
         J["k"] = s * torch.einsum("hiet,hib->iehtb", BM2, q)
-    if W_O is None:
-        J["v"] = torch.einsum("hir,fe->iehrf", M1, eye)
-        W_Od = delta.expand(heads, L, d_out)  # W_O delta_i with W_O = I
-    else:
-        J["v"] = torch.einsum("hir,hfe->iehrf", M1, W_O)
-        J["o"] = torch.einsum("hir,hrf,eg->iehfg", M1, W_V, eye)
-        W_Od = torch.einsum("hfe,ie->hif", W_O, delta)
+    J["v"] = torch.einsum("hir,hfe->iehrf", M1, W_O)
+    if has_output:
+        J["o"] = torch.einsum("hir,hrf,eg->iehfg", M1, W_V, eye(d_out))
     flat = {name: j.reshape(L * d_out, -1) for name, j in J.items()}
     outer = {(m, n): c * flat[m].T @ flat[n] for m in J for n in J}
 
     # F[m, n] : (h, two axes of m, two axes of n), one head at a time because H_f joins no two heads
-    same = torch.eye(d_K).to(X)
-    F = {}
-    if single:
-        F["qk", "qk"] = c * s**2 * torch.einsum("ip,iw,hitz->hptwz", X, X, uM3)
-        F["v", "qk"] = c * s * torch.einsum("hif,ip,hirt->hrfpt", W_Od, X, M2)
-    else:
-        KuM3K = torch.einsum("hist,hsa,htb->hiab", uM3, W_K, W_K)
-        F["q", "q"] = c * s**2 * torch.einsum("ip,iw,hiab->hpawb", X, X, KuM3K)
+    KuM3K = torch.einsum("hist,hsa,htb->hiab", uM3, W_K, W_K)
+    F = {
+        (query, query): c * s**2 * torch.einsum("ip,iw,hiab->hpawb", X, X, KuM3K),
+        ("v", query): c * s * torch.einsum("hif,ip,hira->hrfpa", W_Od, X, M2K),
+    }
+    if not single:
         F["k", "k"] = c * s**2 * torch.einsum("hia,hib,hirt->hratb", q, q, uM3)
         F["q", "k"] = c * s**2 * torch.einsum("ip,hib,hist,hsa->hpatb", X, q, uM3, W_K)
-        F["q", "k"] += c * s * torch.einsum("ab,ip,hit->hpatb", same, X, uM2)
-        F["v", "q"] = c * s * torch.einsum("hif,ip,hira->hrfpa", W_Od, X, M2K)
+        F["q", "k"] += c * s * torch.einsum("ab,ip,hit->hpatb", eye(d_K), X, uM2)
         F["v", "k"] = c * s * torch.einsum("hif,hirt,hib->hrftb", W_Od, M2, q)
-    if W_O is not None:
+    if has_output:
         VM2 = torch.einsum("hrf,hirt->hift", W_V, M2)
-        if single:
-            F["o", "qk"] = c * s * torch.einsum("ie,ip,hift->hfept", delta, X, VM2)
-        else:
-            F["o", "q"] = c * s * torch.einsum("ie,ip,hift,hta->hfepa", delta, X, VM2, W_K)
+        F["o", query] = c * s * torch.einsum("ie,ip,hift,hta->hfepa", delta, X, VM2, W_K)
+        if not single:
             F["o", "k"] = c * s * torch.einsum("ie,hift,hib->hfetb", delta, VM2, q)
-        same_v = torch.eye(W_V.shape[2]).to(X)
-        F["v", "o"] = c * torch.einsum("fg,hir,ie->hrfge", same_v, M1, delta)
+        F["v", "o"] = c * torch.einsum("fg,hir,ie->hrfge", eye(W_V.shape[2]), M1, delta)
 
-    functional = {}
-    for (m, n), block in outer.items():
-        if (m, n) in F:
-            functional[m, n] = _join_heads(F[m, n])
-        elif (n, m) in F:
-            functional[m, n] = _join_heads(F[n, m]).T
-        else:
-            functional[m, n] = torch.zeros_like(block)
+    joined = {pair: torch.block_diag(*block.flatten(3).flatten(1, 2)) for pair, block in F.items()}
+    functional = {pair: torch.zeros_like(block) for pair, block in outer.items()}
+    functional |= {(n, m): block.T for (m, n), block in joined.items()} | joined
 
-    if not many:
-        M1, M2, M3 = M1[0], M2[0], M3[0]
-    found = AttentionHessian(outer, functional, M1, M2, M3, blocks=tuple(J))
-    return _as_numpy(found) if numpy_in else found
+    def back(tensor: Tensor) -> Any:
+        return tensor.numpy() if numpy_in else tensor
+
+    outer, functional = ({pair: back(one) for pair, one in part.items()} for part in (outer, functional))
+    moments = (back(M if many else M[0]) for M in (M1, M2, M3))
+    return AttentionHessian(outer, functional, *moments, blocks=tuple(J))
 
 
 def to_score_space(block: Tensor, weight: Tensor, weight_right: Tensor | None = None) -> Tensor:
@@ -228,20 +217,6 @@ def _moments(
     M2 = torch.einsum("hij,hijr,hijt->hirt", A, centred, centred)
     M3 = torch.einsum("hij,hijr,hijs,hijt->hirst", A, centred, centred, centred)
     return M1, M2, M3
-
-
-def _as_numpy(found: AttentionHessian) -> AttentionHessian:
-    """The same with arrays in place of tensors."""
-    arrays: dict[str, Any] = {name: getattr(found, name).numpy() for name in ("M1", "M2", "M3")}
-    for name in ("outer", "functional"):
-        arrays[name] = {pair: block.numpy() for pair, block in getattr(found, name).items()}
-    return replace(found, **arrays)
-
-
-def _join_heads(blocks: Tensor) -> Tensor:
-    """(h, a, b, c, d) per head -> block-diagonal (h a b, h c d)."""
-    heads, a, b, c, d = blocks.shape
-    return torch.block_diag(*blocks.reshape(heads, a * b, c * d))
 
 
 def _check_shapes(X: Tensor, W_Q: Tensor, W_K: Tensor, W_V: Tensor, W_O: Tensor | None, Y: Tensor) -> None:

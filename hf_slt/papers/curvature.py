@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from tqdm.auto import tqdm
 
 from ..model.layers import SupermaskLayer
 from .curvature_operators import CurvatureOperator, estimate_norms, extreme_eigenvalues
@@ -126,9 +127,8 @@ def block_curvature(
             f'space="score" needs a model with frozen weights and masks; {type(model).__name__} has none: '
             'use space="weight", or the supermask model before merge_and_unload()'
         )
-    places = list(plain.places(blocks, layers, space))
     rows = []
-    for place in progress_bar(places, "curvature", progress):
+    for place in tqdm(list(plain.places(blocks, layers, space)), "curvature", disable=not progress):
         operator = plain.operator(place, space)
         held = plain.model.num_parameters() // operator.size  # vectors of a block: about a model's worth
         generator = torch.Generator().manual_seed(seed)
@@ -138,7 +138,7 @@ def block_curvature(
         if eigenvalues:
             width = max(4, min(20, 2 * held))  # below 4 vectors restarts stop converging
             ends = extreme_eigenvalues(operator, found["norm"], generator, width)
-            found |= {"smallest": ends[0], "largest": ends[1]}
+            found["smallest"], found["largest"] = ends
         rows.append(BlockCurvature(place.layer, place.block, space, operator.size, **found))
     return rows
 
@@ -182,10 +182,9 @@ class _PlainModel:
         self.frozen_layers = {path: layer for path, layer in masked.items() if layer.kind == "masked"}
         self.qk_factor = qk_factor
         if layer_norm == "remove":
-            for module in list(self.model.modules()):
-                for name, child in module.named_children():
-                    if isinstance(child, nn.LayerNorm):
-                        setattr(module, name, nn.Identity())
+            for path, module in list(self.model.named_modules()):
+                if isinstance(module, nn.LayerNorm):
+                    self.model.set_submodule(path, nn.Identity())
         if dtype is not None:
             self.model.to(dtype)
         self.model.requires_grad_(False)
@@ -194,16 +193,18 @@ class _PlainModel:
         if qk_factor != 1:
             for block in self.model.transformer.h:
                 block.attn.c_attn.weight[:, : self._widths()[0] * 2] *= qk_factor
-        self.data = [_prediction_batch(batch, self.device) for batch in _as_list(batches)]
+        batches = [batches] if isinstance(batches, Tensor | Mapping) else list(batches)
+        if not batches:
+            raise ValueError("no batches: give token ids of shape (batch, length), or a list of such batches")
+        self.data = [_prediction_batch(batch, self.device) for batch in batches]
         if not any(len(targets) for *_, targets in self.data):
             raise ValueError("the batches predict no token: give sequences of at least 2 tokens with labels")
 
-    def _widths(self) -> tuple[int, int]:
+    def _widths(self) -> list[int]:
         """Columns of all queries (and of all keys), and of all values."""
         config = self.config
-        qk = getattr(config, "qk_width", config.n_embd // config.n_head)
-        v = getattr(config, "v_width", config.n_embd // config.n_head)
-        return config.n_head * qk, config.n_head * v
+        usual = config.n_embd // config.n_head
+        return [config.n_head * getattr(config, name, usual) for name in ("qk_width", "v_width")]
 
     def places(self, blocks: Sequence[str], layers: Sequence[int] | None, space: str) -> Iterator[_Place]:
         for block in blocks:
@@ -226,21 +227,19 @@ class _PlainModel:
             _Place(layer, block, f"transformer.h.{layer}.{inside[block][0]}", inside[block][1])
             for layer in (range(depth) if layers is None else layers)
             for block in blocks
-            if block != "embedding"
+            if block in inside
         ]
         if "embedding" in blocks:
             found.append(_Place(None, "embedding", "transformer.wte", slice(None)))
         return (place for place in found if space == "weight" or place.path in self.frozen_layers)
 
-    def frozen(self, place: _Place) -> Tensor:
-        """The frozen weight of a block before its mask: what a unit of score adds to the weight."""
-        weight = self.frozen_layers[place.path].drawn_weight()[:, place.columns]
-        factor = self.qk_factor if place.block in ("q", "k") else 1.0
-        return factor * torch.from_numpy(weight).to(self.device, self.dtype)
-
     def operator(self, place: _Place, space: str) -> CurvatureOperator:
         """Products with H and H_o of the mean token loss over one block."""
-        step = self.frozen(place).reshape(-1) if space == "score" else None
+        step = None
+        if space == "score":  # a unit of score adds the frozen weight before its mask
+            drawn = torch.from_numpy(self.frozen_layers[place.path].drawn_weight()[:, place.columns])
+            factor = self.qk_factor if place.block in ("q", "k") else 1.0
+            step = factor * drawn.to(self.device, self.dtype).reshape(-1)
         block = self.model.get_parameter(f"{place.path}.weight")[:, place.columns]
         batches = [
             (partial(self.logits, place, arguments, rows), targets) for arguments, rows, targets in self.data
@@ -280,15 +279,6 @@ class _PlainLayer(nn.Module):
         return nn.functional.embedding(input, self.weight) if self.is_table else input @ self.weight
 
 
-def _as_list(batches: Batch | Iterable[Batch]) -> list[Batch]:
-    if isinstance(batches, Tensor | Mapping):
-        return [batches]
-    batches = list(batches)
-    if not batches:
-        raise ValueError("no batches: give token ids of shape (batch, length), or a list of such batches")
-    return batches
-
-
 def _prediction_batch(batch: Batch, device: torch.device) -> tuple[dict[str, Any], Tensor, Tensor]:
     """The model's arguments, the flat positions that predict something, and what they predict."""
     batch = {"input_ids": batch} if isinstance(batch, Tensor) else batch
@@ -303,11 +293,3 @@ def _prediction_batch(batch: Batch, device: torch.device) -> tuple[dict[str, Any
     targets = nn.functional.pad(labels[:, 1:], (0, 1), value=-100).flatten()
     rows = (targets != -100).nonzero().flatten()
     return arguments, rows, targets[rows]
-
-
-def progress_bar(items: Sequence, what: str, show: bool) -> Iterable:
-    if not show:
-        return items
-    from tqdm.auto import tqdm
-
-    return tqdm(items, desc=what)

@@ -10,16 +10,15 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from ..sharing.files import replacing
+from ..sharing.plots import _figure, _save
 from ..text.blocks import BlockPacker, pack
 from ..text.corpus import CorpusArguments, load_documents, read_files
-from ..text.evaluation import load_model
+from ..text.evaluation import check_vocabulary, load_model
 from .curvature import Batch, BlockCurvature, block_curvature
 
 if TYPE_CHECKING:
@@ -34,10 +33,6 @@ def value_to_query(rows: Iterable[BlockCurvature]) -> dict[int, float]:
         for layer, block in norms
         if block == "v" and (layer, "q") in norms
     }
-
-
-# ---------------------------------------------------------------------------------------------------
-# A saved model -> rows -> text and figure
 
 
 def measure_saved(
@@ -64,18 +59,13 @@ def measure_saved(
     if sequences < 1:
         raise ValueError(f"sequences={sequences}: give at least 1")
     documents = read_files(files, text_column) if files else load_documents(CorpusArguments())[1]
-    loaded: Any = load_model(name, tokenizer, dtype=dtype)
-    model, words = loaded
+    model, words = load_model(name, tokenizer, dtype=dtype)
     positions = getattr(model.config, "max_position_embeddings", 64)
     length = min(64, positions) if block_size is None else block_size
     if not 2 <= length <= positions:
         raise ValueError(f"block_size {length} is not in 2..{positions}, the positions of the model")
     blocks = pack(BlockPacker(documents, words, length), "given", sequences).array
-    if blocks.max() >= model.config.vocab_size:
-        raise ValueError(
-            f"token id {blocks.max()} is outside the model's vocabulary of {model.config.vocab_size}; "
-            "use the model's tokenizer"
-        )
+    check_vocabulary(blocks.max(), model.config.vocab_size)
     ways = ("keep", "remove") if layer_norm == "both" else (layer_norm,)
     batch = torch.from_numpy(blocks.astype(np.int64))
     return curvature_report(model.to(device), batch, layer_norm=ways, **options)
@@ -98,9 +88,7 @@ def curvature_report(
 def report_facts(report: Mapping[str, Sequence[BlockCurvature]]) -> dict[str, Any]:
     """A report for JSON: a record per setting, layer and block, and value to query per setting and layer."""
     ratios = {
-        label: {
-            layer: ratio if math.isfinite(ratio) else None for layer, ratio in value_to_query(rows).items()
-        }
+        label: {at: ratio if math.isfinite(ratio) else None for at, ratio in value_to_query(rows).items()}
         for label, rows in report.items()
     }
     return {"blocks": report_records(report), "value_to_query": ratios}
@@ -141,18 +129,14 @@ def plot_report(
     report: Mapping[str, Sequence[BlockCurvature]], path: str | os.PathLike, *, title: str | None = None
 ) -> None:
     """Draw a report: layers by blocks, norms on one log colour scale, value to query at the side."""
-    try:
-        from matplotlib.colors import LogNorm
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError('figures need matplotlib: pip install "hf_slt[curvature]"') from error
-
     norms = [row.norm for rows in report.values() for row in rows if row.norm > 0]
     if not norms:
         raise ValueError("nothing to draw: no block has any curvature")
-    colours = LogNorm(min(norms), max(max(norms), 1.001 * min(norms)))
     deepest = max(len({row.layer for row in rows}) for rows in report.values())
-    figure = Figure(figsize=(1.5 + 5.2 * len(report), 1.6 + 0.45 * deepest), layout="constrained")
+    figure = _figure(1.5 + 5.2 * len(report), 1.6 + 0.45 * deepest, "curvature")
+    from matplotlib.colors import LogNorm  # here, after what names the extra that brings it
+
+    colours = LogNorm(min(norms), max(max(norms), 1.001 * min(norms)))
     axes = figure.subplots(1, len(report), squeeze=False)[0]
     for axis, (label, rows) in zip(axes, report.items(), strict=True):
         blocks = list(dict.fromkeys(row.block for row in rows))
@@ -164,27 +148,15 @@ def plot_report(
         image = axis.imshow(table, norm=colours, cmap="viridis", aspect="auto")
         for (i, j), value in np.ndenumerate(table):
             if not np.isnan(value):
-                dark = colours(value) < 0.6
-                axis.text(
-                    j, i, f"{value:.0e}", ha="center", va="center", fontsize=7, color="w" if dark else "k"
-                )
-        ratios = value_to_query(rows)
+                colour = "w" if colours(value) < 0.6 else "k"
+                axis.text(j, i, f"{value:.0e}", ha="center", va="center", fontsize=7, color=colour)
+        names: dict[int | None, str] = {None: "table"}
+        names |= {layer: f"{layer}   v/q {ratio:.2g}" for layer, ratio in value_to_query(rows).items()}
         axis.set_xticks(range(len(blocks)), blocks, fontsize=8)
-        axis.set_yticks(
-            range(len(layers)),
-            [
-                "table"
-                if layer is None
-                else f"{layer}   v/q {ratios[layer]:.2g}"
-                if layer in ratios
-                else str(layer)
-                for layer in layers
-            ],
-        )
+        axis.set_yticks(range(len(layers)), [names.get(layer, str(layer)) for layer in layers])
         axis.set_title(label)
         axis.set_ylabel("layer")
     space = next(iter(report.values()))[0].space
     figure.colorbar(image, ax=list(axes), label=f"Frobenius norm of H over {space}s")
     figure.suptitle(title or "Curvature by layer and block")
-    with replacing(path) as temporary:
-        figure.savefig(temporary, dpi=150, format=Path(path).suffix.lstrip(".") or "png")
+    _save(figure, path)

@@ -15,8 +15,7 @@ import numpy as np
 
 Construction = Literal["proof", "balanced"]
 
-# ---------------------------------------------------------------------------------------------------
-# Subset sums
+# -- subset sums -----------------------------------------------------------------------------------
 
 
 class Subset(NamedTuple):
@@ -31,19 +30,12 @@ class Subset(NamedTuple):
     slack: np.ndarray  # (...)
 
 
-def best_subset(
-    values: np.ndarray,
-    target: np.ndarray | float,
-    *,
-    core: int = 40,
-    tolerance: float = 1e-8,
-    rounds: int = 4,
-) -> Subset:
+def best_subset(values: np.ndarray, target: np.ndarray | float, *, core: int = 40) -> Subset:
     """The subset of `values` (last axis) whose sum is nearest to `target`; leading axes are a batch.
 
     Exact for up to `core` values, by meeting in the middle: 2^(n/2) sums of either half, sorted. Beyond
-    that the large values are placed greedily, and the `core` smallest exactly; each further round (for
-    problems with slack above `tolerance`) frees `core` values at random and places those exactly, so the
+    that the large values are placed greedily, and the `core` smallest exactly; each of three more rounds
+    (for problems with slack above 1e-8) frees `core` values at random and places those exactly, so the
     error never grows. Deterministic. Time and memory grow like 2^(core/2).
 
     >>> best_subset(np.array([0.5, -0.2, 0.9]), 0.25).mask.tolist()
@@ -64,8 +56,8 @@ def best_subset(
         mask = _meet_in_the_middle(v, t)
     else:
         mask = _greedy_then_core(v, t, core)
-        for r in range(1, rounds):
-            open_ = np.flatnonzero(_error(v, mask, t) - _out_of_reach(v, t) > tolerance)
+        for r in range(1, 4):
+            open_ = np.flatnonzero(_error(v, mask, t) - _out_of_reach(v, t) > 1e-8)
             if open_.size == 0:
                 break
             free = np.random.default_rng(r).permuted(np.tile(np.arange(n), (open_.size, 1)), axis=1)[:, :core]
@@ -113,16 +105,14 @@ def _meet_in_the_middle(v: np.ndarray, t: np.ndarray) -> np.ndarray:
         left_sorted, right_sorted = np.sort(left, axis=1), np.sort(right, axis=1)
         pick = np.empty((len(left), 2), dtype=np.int64)
         for i, goal in enumerate(t[part]):
-            a, wanted = (
-                left_sorted[i],
-                goal - right_sorted[i][::-1],
-            )  # ascending, so the search stays in cache
+            a, b = left_sorted[i], right_sorted[i][::-1]
+            wanted = goal - b  # ascending, so the search stays in cache
             above = np.searchsorted(a, wanted)
             up, down = a[np.minimum(above, a.size - 1)], a[np.maximum(above - 1, 0)]
             nearest = np.where(np.abs(up - wanted) < np.abs(wanted - down), up, down)
             best = np.abs(nearest - wanted).argmin()
             # sorting lost the indices, but the two winning sums are still in the tables bit for bit
-            pick[i] = (left[i] == nearest[best]).argmax(), (right[i] == right_sorted[i][::-1][best]).argmax()
+            pick[i] = (left[i] == nearest[best]).argmax(), (right[i] == b[best]).argmax()
         mask[part, :half], mask[part, half:] = _bits(pick[:, 0], half), _bits(pick[:, 1], n - half)
     return mask
 
@@ -150,8 +140,7 @@ def _greedy_then_core(v: np.ndarray, t: np.ndarray, core: int) -> np.ndarray:
     return _replace(v, t, mask, small)
 
 
-# ---------------------------------------------------------------------------------------------------
-# Matrices
+# -- matrices --------------------------------------------------------------------------------------
 
 
 class Pruned(NamedTuple):
@@ -163,12 +152,7 @@ class Pruned(NamedTuple):
 
 
 def prune_to_match(
-    W: np.ndarray,
-    W1: np.ndarray,
-    W2: np.ndarray,
-    *,
-    construction: Construction = "proof",
-    core: int = 40,
+    W: np.ndarray, W1: np.ndarray, W2: np.ndarray, *, construction: Construction = "proof", core: int = 40
 ) -> Pruned:
     """Masks with (W1 * mask1) @ (W2 * mask2) ~ W: Lemma 4.
 
@@ -185,8 +169,7 @@ def prune_to_match(
         return Pruned(mask1.T, mask2.T, error.T)
     owner = _draft(W1, W2, W) if construction == "balanced" else _runs(*W1.shape)
     mask1 = owner == np.arange(len(W))[:, None]
-    mask2 = _choose(W, W1 * mask1, W2, core)
-    return Pruned(mask1, mask2, (W1 * mask1) @ (W2 * mask2) - W)
+    return Pruned(mask1, *_choose(W, W1 * mask1, W2, core))
 
 
 def prune_relu_to_match(
@@ -219,9 +202,7 @@ def prune_relu_to_match(
     else:
         owner = _draft(gains, W2, targets)
     owned = owner == np.arange(2 * d1)[:, None]
-    mask2 = _choose(targets, gains * owned, W2, core)
-    error = (gains * owned) @ (W2 * mask2) - targets
-    return Pruned(owned[:d1] | owned[d1:], mask2, error)
+    return Pruned(owned[:d1] | owned[d1:], *_choose(targets, gains * owned, W2, core))
 
 
 def _check(W: np.ndarray, W1: np.ndarray, W2: np.ndarray, construction: str) -> None:
@@ -247,9 +228,8 @@ def _draft(gains: np.ndarray, W2: np.ndarray, targets: np.ndarray) -> np.ndarray
     """
     groups, n = gains.shape
     owner, reach, count = np.full(n, -1), np.zeros(targets.shape), np.zeros(groups)
-    wanted = 1.5 * np.abs(
-        targets
-    )  # the edge of the reach is thinly covered by sums; 1.5 was best of those tried
+    # the edge of the reach is thinly covered by sums; 1.5 was best of those tried
+    wanted = 1.5 * np.abs(targets)
     active = wanted.max(axis=1, initial=0.0) > 0
     while active.any():
         short = np.where(active[:, None], np.maximum(wanted - reach, 0), 0)
@@ -269,8 +249,10 @@ def _draft(gains: np.ndarray, W2: np.ndarray, targets: np.ndarray) -> np.ndarray
     return owner
 
 
-def _choose(targets: np.ndarray, gains: np.ndarray, W2: np.ndarray, core: int) -> np.ndarray:
-    """M2: for every group g and output j, the units of g whose gains_gk w2_kj sum nearest to targets_gj."""
+def _choose(
+    targets: np.ndarray, gains: np.ndarray, W2: np.ndarray, core: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """M2: for group g and output j g's units whose gains_gk w2_kj sum nearest to targets_gj; its error."""
     mask2 = np.zeros(W2.shape, dtype=bool)
     units = [np.flatnonzero(row) for row in gains]
     for size in sorted({len(u) for u in units} - {0}):
@@ -281,4 +263,4 @@ def _choose(targets: np.ndarray, gains: np.ndarray, W2: np.ndarray, core: int) -
         at = targets[same] != 0  # zero is the empty subset
         keep[at] = best_subset(values[at], targets[same][at], core=core).mask
         mask2[index] = keep.swapaxes(1, 2)
-    return mask2
+    return mask2, gains @ (W2 * mask2) - targets

@@ -15,12 +15,12 @@ All matrices act on rows, y = x @ W, as GPT-2's Conv1D does. Nothing above the l
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from ..model.random_weights import draw
 from .subset_sum import Construction, prune_relu_to_match, prune_to_match
 
 if TYPE_CHECKING:
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from ..model.modeling_supermask_gpt2 import SupermaskGPT2Attention, SupermaskGPT2LMHeadModel
 
 
-# ---------------------------------------------------------------------------------------------------
-# Bounds
+# -- bounds ----------------------------------------------------------------------------------------
 
 
 def softmax_bound(logit_error: float, alpha: float, d1: int) -> float:
@@ -56,7 +55,8 @@ def tight_softmax_bound(logit_error: float, alpha: float) -> float:
     return 2 * alpha * math.tanh(logit_error / 2)
 
 
-def _logs(eps: float, d1: int, d2: int, heads: int, alpha: float) -> tuple[float, float]:
+def _logs(eps: float, d1: int, d2: int, heads: int, alpha: float | None) -> tuple[float, float]:
+    alpha = math.sqrt(max(d1, d2)) if alpha is None else alpha
     return (
         math.log(8 * heads * alpha**3 * d1**1.5 / eps),
         math.log(2 * heads * alpha * d1 * math.sqrt(d2) / eps),
@@ -80,13 +80,11 @@ def required_width(
     both constructions. alpha, the bound on the inputs' norm, defaults to the least the theorem allows,
     sqrt(max(d1, d2)).
     """
-    alpha = math.sqrt(max(d1, d2)) if alpha is None else alpha
+    least = math.sqrt(max(d1, d2))
     if not 0 < eps < 1:
         raise ValueError(f"eps={eps} is both an error and a probability: choose it between 0 and 1")
-    if alpha < math.sqrt(max(d1, d2)):
-        raise ValueError(
-            f"alpha={alpha}: the theorem needs at least sqrt(max(d1, d2)) = {math.sqrt(max(d1, d2)):.4g}"
-        )
+    if alpha is not None and alpha < least:
+        raise ValueError(f"alpha={alpha}: the theorem needs at least sqrt(max(d1, d2)) = {least:.4g}")
     n_qk, n_v = (max(d1, math.ceil(constant * d1 * log)) for log in _logs(eps, d1, d2, heads, alpha))
     return n_qk, n_v
 
@@ -106,20 +104,17 @@ def estimate_constant(
     widths: list[int], errors: np.ndarray, d1: int, d2: int, heads: int = 1, alpha: float | None = None
 ) -> float:
     """The least C for which Theorem 3 agrees with measured errors (widths, sources), n_qk = n_v = width."""
-    alpha = math.sqrt(max(d1, d2)) if alpha is None else alpha
     found = 0.0
     for n, row in zip(widths, errors, strict=True):
-        log = max(_logs(max(achieved_eps(row), np.finfo(float).tiny), d1, d2, heads, alpha))
+        eps = achieved_eps(row)
+        log = max(_logs(max(eps, np.finfo(float).tiny), d1, d2, heads, alpha))
         if log <= 0:
-            raise ValueError(
-                f"width {n}: error {achieved_eps(row):.3g} exceeds what the theorem speaks of; drop it"
-            )
+            raise ValueError(f"width {n}: error {eps:.3g} exceeds what the theorem speaks of; drop it")
         found = max(found, n / (d1 * log))
     return found
 
 
-# ---------------------------------------------------------------------------------------------------
-# Targets: what is to be approximated, and the plain computation of it in float64
+# -- targets: what is to be approximated, and the plain computation of it in float64 ---------------
 
 
 @dataclass(frozen=True)
@@ -200,10 +195,8 @@ class TargetTransformer:
         """The weights of a stock GPT2Model or GPT2LMHeadModel whose ln_1, ln_2 and ln_f are nn.Identity."""
         base = getattr(model, "transformer", model)
         config = base.config
-        if config.activation_function != "relu":
-            raise ValueError(
-                f"activation_function={config.activation_function!r}: the construction needs 'relu'"
-            )
+        if (activation := config.activation_function) != "relu":
+            raise ValueError(f"activation_function={activation!r}: the construction needs 'relu'")
         if not config.scale_attn_weights or config.scale_attn_by_inverse_layer_idx:
             raise ValueError(
                 "attention must be scaled by 1 / sqrt(head width), as in GPT-2's default configuration"
@@ -217,22 +210,16 @@ class TargetTransformer:
             if name.endswith("bias") and p.any():
                 raise ValueError(f"{name} is not zero: a supermask source has no biases; set it to zero")
 
-        def heads(w: np.ndarray) -> np.ndarray:  # (d, heads * width) -> (heads, d, width)
-            return np.stack(np.split(w, config.n_head, axis=1))
-
-        blocks = []
+        d, heads, blocks = config.n_embd, config.n_head, []
         for b in range(config.n_layer):
-            q, k, v = np.split(weights[f"h.{b}.attn.c_attn.weight"], 3, axis=1)
-            o = np.stack(np.split(weights[f"h.{b}.attn.c_proj.weight"], config.n_head))
-            attention = TargetAttention(heads(q), heads(k), heads(v), o)
-            blocks.append(
-                TargetBlock(attention, weights[f"h.{b}.mlp.c_fc.weight"], weights[f"h.{b}.mlp.c_proj.weight"])
-            )
+            leaves = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+            qkv, o, c_fc, c_proj = (weights[f"h.{b}.{leaf}.weight"] for leaf in leaves)
+            q, k, v = qkv.reshape(d, 3, heads, -1).transpose(1, 2, 0, 3).copy()  # each (heads, d, width)
+            blocks.append(TargetBlock(TargetAttention(q, k, v, o.reshape(heads, -1, d)), c_fc, c_proj))
         return cls(weights["wte.weight"], weights["wpe.weight"], tuple(blocks))
 
 
-# ---------------------------------------------------------------------------------------------------
-# Sources: masks in the ticket's own form; the library's own model computes with them
+# -- sources: masks in the ticket's own form; the library's own model computes with them -----------
 
 
 @dataclass(frozen=True)
@@ -250,11 +237,9 @@ class ApproximateAttention:
 
         Per head, in spectral norms:  2 alpha tanh(e / 2) |W_VO| + alpha |vo_error|,  e = alpha^2 |qk_error|.
         """
-        total = 0.0
-        for qk, vo, W in zip(self.qk_error, self.vo_error, self.target.vo, strict=True):
-            moved = tight_softmax_bound(alpha**2 * _norm(qk), alpha)
-            total += moved * _norm(W) + alpha * _norm(vo)
-        return total
+        matrices = (self.qk_error, self.vo_error, self.target.vo)
+        norms = np.stack([np.linalg.norm(heads, 2, axis=(1, 2)) for heads in matrices], axis=1).tolist()
+        return sum(tight_softmax_bound(alpha**2 * qk, alpha) * W + alpha * vo for qk, vo, W in norms)
 
     def layer(self) -> SupermaskGPT2Attention:
         """The library's attention layer with these masks, in float64 (the weights are float32 draws)."""
@@ -277,8 +262,7 @@ def run_attention(
     import torch
 
     lead, (length, d1) = x.shape[:-2], x.shape[-2:]
-    padded = np.zeros((math.prod(lead), length, layer.config.n_embd))
-    padded[..., :d1] = x.reshape(-1, length, d1)
+    padded = np.pad(x.reshape(-1, length, d1), ((0, 0), (0, 0), (0, layer.config.n_embd - d1)))
     dtype, bias = layer.c_proj.weight.dtype, None
     if allowed is not None:
         seen = np.broadcast_to(allowed, (*lead, length, length)).reshape(-1, 1, length, length)
@@ -306,13 +290,12 @@ def approximate_attention(
     """
     heads, d1, _ = target.query.shape
     d2 = target.output.shape[2]
-    config = _config(
-        seed=seed, n_embd=max(d1, d2), n_head=heads, n_layer=1, n_qk=n_qk, n_v=n_v, qk_scale=qk_scale,
-        n_inner=1, vocab_size=1, n_positions=1, embedding="frozen",
+    source = _Source(
+        construction, core, seed=seed, n_embd=max(d1, d2), n_head=heads, n_layer=1, n_qk=n_qk, n_v=n_v,
+        qk_scale=qk_scale, n_inner=1, vocab_size=1, n_positions=1, embedding="frozen",
     )  # fmt: skip
-    masks = _nothing_kept(config)
-    qk_error, vo_error = _prune_attention(config, masks, 0, target, construction, core)
-    return ApproximateAttention(target, _with_density(config, masks), masks, qk_error, vo_error)
+    errors = source.prune_attention(0, target)
+    return ApproximateAttention(target, *source.pruned(), *errors)
 
 
 @dataclass(frozen=True)
@@ -333,12 +316,10 @@ class ApproximateTransformer:
         model = SupermaskGPT2LMHeadModel.from_mask_arrays(self.config, self.masks)
         d = self.target.wte.shape[1]
         with torch.no_grad():
-            for layer, values in (
-                (model.transformer.wte, self.target.wte),
-                (model.transformer.wpe, self.target.wpe),
-            ):
-                layer.weight.zero_()  # scratch coordinates start at zero and are not read by the tied head
-                layer.weight[:, :d] = torch.from_numpy(values)
+            for name in ("wte", "wpe"):
+                weight = getattr(model.transformer, name).weight
+                weight.zero_()  # scratch coordinates start at zero and are not read by the tied head
+                weight[:, :d] = torch.from_numpy(getattr(self.target, name))
         return model
 
 
@@ -379,120 +360,81 @@ def approximate_transformer(
             raise ValueError(
                 f"block {b}: MLP {block.c_fc.shape}, {block.c_proj.shape} is not ({d}, {m}), ({m}, {d})"
             )
-    config = _config(
-        seed=seed, n_embd=d + m * (depth if scratch == "fresh" else 1), n_head=heads, n_layer=2 * depth,
-        n_qk=n_qk, n_v=n_v, n_inner=n_inner, vocab_size=vocabulary, n_positions=len(target.wpe),
-        embedding="trained",
+    source = _Source(
+        construction, core, seed=seed, n_embd=d + m * (depth if scratch == "fresh" else 1), n_head=heads,
+        n_layer=2 * depth, n_qk=n_qk, n_v=n_v, n_inner=n_inner, vocab_size=vocabulary,
+        n_positions=len(target.wpe), embedding="trained",
     )  # fmt: skip
-    masks = _nothing_kept(config)
     errors: list[np.ndarray] = []
     main = np.arange(d)
     for b, block in enumerate(target.blocks):
         s = d + np.arange(m) + (m * b if scratch == "fresh" else 0)
-        errors += _prune_attention(config, masks, 2 * b, block.attention, construction, core)
-        errors += [_prune_mlp(config, masks, 2 * b, block.c_fc, -block.c_fc, main, s, construction, core)]
+        errors += source.prune_attention(2 * b, block.attention)
+        errors += [source.prune_mlp(2 * b, block.c_fc, -block.c_fc, main, s)]
         positive, negative, into = block.c_proj, np.zeros((m, d)), main
         if scratch == "cleared":  # -s = -relu(s) + relu(-s)
             positive, negative = np.hstack([positive, -np.eye(m)]), np.hstack([negative, np.eye(m)])
             into = np.concatenate([main, s])
-        errors += [_prune_mlp(config, masks, 2 * b + 1, positive, negative, s, into, construction, core)]
+        errors += [source.prune_mlp(2 * b + 1, positive, negative, s, into)]
     worst = max(float(np.abs(e).max()) for e in errors)
-    return ApproximateTransformer(target, _with_density(config, masks), masks, worst)
+    return ApproximateTransformer(target, *source.pruned(), worst)
 
 
-def _config(**options) -> SupermaskGPT2Config:
-    from ..model.configuration_supermask_gpt2 import SupermaskGPT2Config
+class _Source:
+    """A random supermask GPT-2 of which nothing is kept, until its blocks are pruned to match targets."""
 
-    return SupermaskGPT2Config(
-        law="uniform", layer_norm=False, activation_function="relu", bos_token_id=None, eos_token_id=None,
-        attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0, **options,
-    )  # fmt: skip
+    def __init__(self, construction: Construction, core: int, **options: Any) -> None:
+        from ..model.configuration_supermask_gpt2 import SupermaskGPT2Config
 
+        self.config = SupermaskGPT2Config(
+            law="uniform", layer_norm=False, activation_function="relu", bos_token_id=None, eos_token_id=None,
+            attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0, **options,
+        )  # fmt: skip
+        masked = [name for name in self.config.tensor_names() if self.config.kind_of(name) == "masked"]
+        self.masks = {name: np.zeros(self.config.shape_of(name), dtype=bool) for name in masked}
+        self.how: dict[str, Any] = {"construction": construction, "core": core}
 
-def _with_density(config: SupermaskGPT2Config, masks: dict[str, np.ndarray]) -> SupermaskGPT2Config:
-    """The construction keeps what it needs, so density is an outcome: the fraction kept over all tensors."""
-    kept, size = sum(int(m.sum()) for m in masks.values()), sum(m.size for m in masks.values())
-    config.density = max(kept, 1) / size
-    return config
+    def pruned(self) -> tuple[SupermaskGPT2Config, dict[str, np.ndarray]]:
+        """Configuration and masks; density is an outcome, as the construction keeps what it needs."""
+        every = np.concatenate([mask.ravel() for mask in self.masks.values()])
+        self.config.density = max(int(every.sum()), 1) / every.size
+        return self.config, self.masks
 
+    def _tensors(self, block: int, *leaves: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Frozen weight, in float64, and mask of tensors of a block."""
+        for name in (f"h.{block}.{leaf}" for leaf in leaves):
+            yield self.config.tensor(name).draw().astype(np.float64), self.masks[name]
 
-def _nothing_kept(config: SupermaskGPT2Config) -> dict[str, np.ndarray]:
-    d, qk, v, inner = (
-        config.n_embd, config.n_head * config.qk_width, config.n_head * config.v_width, config.mlp_width
-    )  # fmt: skip
-    shapes = {
-        "attn.c_attn.query": (d, qk),
-        "attn.c_attn.key": (d, qk),
-        "attn.c_attn.value": (d, v),
-        "attn.c_proj": (v, d),
-        "mlp.c_fc": (d, inner),
-        "mlp.c_proj": (inner, d),
-    }
-    return {
-        f"h.{b}.{leaf}": np.zeros(shape, dtype=bool)
-        for b in range(config.n_layer)
-        for leaf, shape in shapes.items()
-    }
+    def prune_attention(self, block: int, target: TargetAttention) -> tuple[np.ndarray, np.ndarray]:
+        """Fill in the four attention masks of a block; the errors of W_QK and W_VO per head."""
+        d1, d2 = target.query.shape[1], target.output.shape[2]
+        n_qk, n_v = self.config.qk_width, self.config.v_width
+        if min(n_qk, n_v) < d1:
+            raise ValueError(f"n_qk={n_qk}, n_v={n_v}: both must be at least d1 = {d1}, one unit per input")
+        leaves = ("attn.c_attn.query", "attn.c_attn.key", "attn.c_attn.value", "attn.c_proj")
+        (W_Q, mask_q), (W_K, mask_k), (W_V, mask_v), (W_O, mask_o) = self._tensors(block, *leaves)
+        root = n_qk**0.25  # the logits' 1 / sqrt(n_qk), half of it to either factor
+        qk_error, vo_error = [], []
+        for h, (qk, vo) in enumerate(zip(target.qk, target.vo, strict=True)):
+            at_qk = (slice(0, d1), slice(h * n_qk, (h + 1) * n_qk))
+            at_v = (slice(0, d1), slice(h * n_v, (h + 1) * n_v))
+            at_o = (slice(h * n_v, (h + 1) * n_v), slice(0, d2))
+            found = prune_to_match(qk, W_Q[at_qk] / root, W_K[at_qk].T / root, **self.how)
+            mask_q[at_qk], mask_k[at_qk] = found.mask1, found.mask2.T
+            qk_error.append(found.error)
+            found = prune_to_match(vo, W_V[at_v], W_O[at_o], **self.how)
+            mask_v[at_v], mask_o[at_o] = found.mask1, found.mask2
+            vo_error.append(found.error)
+        return np.stack(qk_error), np.stack(vo_error)
 
-
-def _frozen(config: SupermaskGPT2Config, masks: dict[str, np.ndarray], name: str) -> np.ndarray:
-    return draw(config.seed, name, masks[name].shape, *config.law_of(name)).astype(np.float64)
-
-
-def _prune_attention(
-    config: SupermaskGPT2Config,
-    masks: dict[str, np.ndarray],
-    block: int,
-    target: TargetAttention,
-    construction: Construction,
-    core: int,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Fill in the four attention masks of a block; the errors of W_QK and W_VO per head."""
-    d1, d2, n_qk, n_v = target.query.shape[1], target.output.shape[2], config.qk_width, config.v_width
-    if min(n_qk, n_v) < d1:
-        raise ValueError(f"n_qk={n_qk}, n_v={n_v}: both must be at least d1 = {d1}, one unit per input")
-    names = [f"h.{block}.attn.{leaf}" for leaf in ("c_attn.query", "c_attn.key", "c_attn.value", "c_proj")]
-    W_Q, W_K, W_V, W_O = (_frozen(config, masks, name) for name in names)
-    mask_q, mask_k, mask_v, mask_o = (masks[name] for name in names)
-    root = n_qk**0.25  # the logits' 1 / sqrt(n_qk), half of it to either factor
-    qk_error, vo_error = [], []
-    for h, (qk, vo) in enumerate(zip(target.qk, target.vo, strict=True)):
-        at_qk = (slice(0, d1), slice(h * n_qk, (h + 1) * n_qk))
-        at_v = (slice(0, d1), slice(h * n_v, (h + 1) * n_v))
-        at_o = (slice(h * n_v, (h + 1) * n_v), slice(0, d2))
-        found = prune_to_match(
-            qk, W_Q[at_qk] / root, W_K[at_qk].T / root, construction=construction, core=core
-        )
-        mask_q[at_qk], mask_k[at_qk] = found.mask1, found.mask2.T
-        qk_error.append(found.error)
-        found = prune_to_match(vo, W_V[at_v], W_O[at_o], construction=construction, core=core)
-        mask_v[at_v], mask_o[at_o] = found.mask1, found.mask2
-        vo_error.append(found.error)
-    return np.stack(qk_error), np.stack(vo_error)
-
-
-def _prune_mlp(
-    config: SupermaskGPT2Config,
-    masks: dict[str, np.ndarray],
-    block: int,
-    positive: np.ndarray,
-    negative: np.ndarray,
-    rows: np.ndarray,
-    columns: np.ndarray,
-    construction: Construction,
-    core: int,
-) -> np.ndarray:
-    """Fill in the two MLP masks of a block, from coordinates `rows` to `columns` of the residual stream."""
-    fc, proj = f"h.{block}.mlp.c_fc", f"h.{block}.mlp.c_proj"
-    if config.mlp_width < 2 * len(rows):
-        raise ValueError(
-            f"n_inner={config.mlp_width}: at least {2 * len(rows)} are needed, two per input of the MLP"
-        )
-    W1, W2 = _frozen(config, masks, fc)[rows], _frozen(config, masks, proj)[:, columns]
-    found = prune_relu_to_match(positive, negative, W1, W2, construction=construction, core=core)
-    masks[fc][rows], masks[proj][:, columns] = found.mask1, found.mask2
-    return found.error
-
-
-def _norm(matrix: np.ndarray) -> float:
-    return float(np.linalg.norm(matrix, 2))
+    def prune_mlp(
+        self, block: int, positive: np.ndarray, negative: np.ndarray, rows: np.ndarray, columns: np.ndarray
+    ) -> np.ndarray:
+        """Fill in the MLP masks of a block, from coordinates `rows` to `columns` of the residual stream."""
+        width, needed = self.config.mlp_width, 2 * len(rows)
+        if width < needed:
+            raise ValueError(f"n_inner={width}: at least {needed} are needed, two per input of the MLP")
+        (W1, mask1), (W2, mask2) = self._tensors(block, "mlp.c_fc", "mlp.c_proj")
+        found = prune_relu_to_match(positive, negative, W1[rows], W2[:, columns], **self.how)
+        mask1[rows], mask2[:, columns] = found.mask1, found.mask2
+        return found.error

@@ -240,11 +240,11 @@ def _series(records: Iterable[Record], kind: str, name: str) -> tuple[np.ndarray
     return steps[finite], values[finite]
 
 
-def _figure(width: float, height: float) -> "Figure":
+def _figure(width: float, height: float, extra: str = "train") -> "Figure":
     try:
         from matplotlib.figure import Figure  # an extra, and slow to import; no pyplot, so nothing to close
     except ImportError as error:
-        raise ImportError('figures need matplotlib: pip install "hf_slt[train]"') from error
+        raise ImportError(f'figures need matplotlib: pip install "hf_slt[{extra}]"') from error
     return Figure(figsize=(width, height), dpi=150, layout="constrained")
 
 

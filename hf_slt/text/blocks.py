@@ -107,11 +107,10 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int, model_max_length:
 
 
 def _beginning(documents: Iterable[str]) -> Iterator[str]:
-    count = 0
+    left = TOKENIZER_TEXT
     for piece, _ in _pieces(documents):
         yield piece
-        count += len(piece)
-        if count >= TOKENIZER_TEXT:
+        if (left := left - len(piece)) <= 0:
             return
 
 
@@ -300,17 +299,14 @@ def load_blocks(args: DataArguments) -> Corpus:
     train, validation, source = load_documents(args)
     for split, documents in (("train", train), ("validation", validation)):
         if next(iter(documents), None) is None:
-            raise DataError(
-                f"{source}: the {split} split holds no text; check the files, text_column and fraction"
-            )
+            cure = "check the files, text_column and fraction"
+            raise DataError(f"{source}: the {split} split holds no text; {cure}")
     if args.tokenizer:
         tokenizer = load_tokenizer(args.tokenizer)
     else:
         tokenizer = train_tokenizer(train, args.vocab_size, args.block_size)
-    trains, validates = (
-        BlockPacker(documents, tokenizer, args.block_size, args.end_of_text)
-        for documents in (train, validation)
-    )
+    how = (tokenizer, args.block_size, args.end_of_text)
+    trains, validates = BlockPacker(train, *how), BlockPacker(validation, *how)
     if args.streaming:
         held_out = pack(validates, "validation", args.validation_blocks or STREAMED_VALIDATION)
         return Corpus(StreamedBlocks(trains), held_out, tokenizer, source, None)

@@ -106,10 +106,8 @@ class CorpusArguments:
     streaming: bool = option("Read and tokenise while training, and keep nothing on disk.", False)
 
     def __post_init__(self) -> None:
-        if not 0 < self.validation_fraction < 1:
-            raise DataError(
-                f"validation_fraction {self.validation_fraction} is not between 0 and 1; try 0.05"
-            )
+        if not 0 < (fraction := self.validation_fraction) < 1:
+            raise DataError(f"validation_fraction {fraction} is not between 0 and 1; try 0.05")
         if self.sample_by not in ("document", "paragraph", "line"):
             raise DataError(f"sample_by {self.sample_by!r} is unknown; use document, paragraph or line")
         if self.dataset and self.train_files:
@@ -206,9 +204,8 @@ def load_documents(args: CorpusArguments) -> tuple[Documents, Documents, str]:
 
             splits = load_dataset(args.dataset, args.dataset_config, streaming=args.streaming)
         if args.train_split not in splits:
-            raise DataError(
-                f"{source} has no split {args.train_split!r}; set train_split to one of: {', '.join(splits)}"
-            )
+            found = ", ".join(splits)
+            raise DataError(f"{source} has no split {args.train_split!r}; set train_split to one of: {found}")
         train = _column(splits[args.train_split], args.text_column, source)
         if args.validation_split in splits:
             validation = _column(splits[args.validation_split], args.text_column, source)
@@ -239,12 +236,11 @@ def read_files(
                 raise DataError(f"{file}: suffix {suffix!r} is unknown; use one of {', '.join(SUFFIXES)}")
             files[file] = SUFFIXES[suffix.lower()]
     kinds = sorted(set(files.values()))
-    if len(kinds) != 1:
-        raise DataError(
-            f"files of several kinds ({', '.join(kinds)}) are given together; convert them to one"
-            if kinds
-            else "no files are given; name at least one"
-        )
+    if not kinds:
+        raise DataError("no files are given; name at least one")
+    if len(kinds) > 1:
+        several = ", ".join(kinds)
+        raise DataError(f"files of several kinds ({several}) are given together; convert them to one")
     # Line breaks are kept: the blocks are to hold the text of the file.
     options = {"sample_by": sample_by, "keep_linebreaks": True} if kinds == ["text"] else {}
     source = ", ".join(files)
@@ -267,10 +263,8 @@ def _column(dataset: Any, column: str, source: str) -> Documents:
             for batch in dataset.select_columns([column]).iter(1000) if columns else ():
                 for text in batch[column]:
                     if not isinstance(text, (str, type(None))):
-                        kind = type(text).__name__
-                        raise DataError(
-                            f"{source}: column {column!r} holds {kind}; set text_column to one of text"
-                        )
+                        held = f"column {column!r} holds {type(text).__name__}"
+                        raise DataError(f"{source}: {held}; set text_column to one of text")
                     yield text or ""
 
     return Documents(walk)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 
 try:
@@ -159,12 +160,8 @@ def evaluate_text(
     texts = [text for text in ([texts] if isinstance(texts, str) else texts) if text]
     options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
     documents = [[first, *ids] for ids in tokenizer(texts, **options)["input_ids"]] if texts else []
-    vocabulary = getattr(config, "vocab_size", math.inf)
     largest = max((max(ids) for ids in documents), default=0)
-    if largest >= vocabulary:
-        raise EvaluationError(
-            f"token id {largest} is outside the model's vocabulary of {vocabulary}; use the model's tokenizer"
-        )
+    check_vocabulary(largest, getattr(config, "vocab_size", math.inf))
     windows = [
         (ids[start : end - 1], [-100] * (fresh - 1 - start) + ids[fresh:end])
         for ids in documents
@@ -178,24 +175,28 @@ def evaluate_text(
     nats, tokens = 0.0, 0
     with evaluating(model), tqdm(total=len(windows), desc="evaluating", disable=not progress) as bar:
         for start in range(0, len(windows), batch_size):
-            batch = windows[start : start + batch_size]
-            width = len(batch[0][0])
-
-            def padded(rows: Iterable[list[int]], value: int, width: int = width) -> Tensor:
-                return torch.tensor([row + [value] * (width - len(row)) for row in rows], device=device)
-
+            rows = zip(*windows[start : start + batch_size], strict=True)
+            inputs, targets = ([torch.tensor(row, device=device) for row in half] for half in rows)
             # Padding is on the right, where no causal model looks; the mask is for those that check.
-            ids = padded((ids for ids, _ in batch), first)
-            labels = padded((labels for _, labels in batch), -100)
-            seen = padded(([1] * len(ids) for ids, _ in batch), 0)
+            ids = pad_sequence(inputs, batch_first=True, padding_value=first)
+            labels = pad_sequence(targets, batch_first=True, padding_value=-100)
+            seen = pad_sequence([torch.ones_like(row) for row in inputs], batch_first=True)
             batch_nats, count = _sum_nats(model, ids, labels, attention_mask=seen)
             nats, tokens = nats + batch_nats, tokens + count
-            bar.update(len(batch))
+            bar.update(len(inputs))
     size = sum(len(text.encode()) for text in texts)
     return {**_measures(nats, tokens), "bits_per_byte": nats / math.log(2) / size, "bytes": size}
 
 
-def load_model(name: str, tokenizer: str | None = None, **options: Any) -> tuple[torch.nn.Module, Any]:
+def check_vocabulary(largest: int, vocabulary: float) -> None:
+    """Refuse token ids that the model has no row for."""
+    if largest >= vocabulary:
+        raise EvaluationError(
+            f"token id {largest} is outside the model's vocabulary of {vocabulary}; use the model's tokenizer"
+        )
+
+
+def load_model(name: str, tokenizer: str | None = None, **options: Any) -> tuple[Any, Any]:
     """Model and tokenizer of any causal LM: a ticket, a local folder, or a name on the Hub."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
