@@ -114,8 +114,8 @@ def write_card(
         )
         for key, value in (_known(measures) if text else {}).items()
     ]
-    speeds = [item.get("tokens_per_second") for item in records if item["kind"] == "train"]
-    speeds = [speed for speed in speeds if speed is not None and math.isfinite(speed)]
+    speeds = [item.get("tokens_per_second", math.nan) for item in records if item["kind"] == "train"]
+    speeds = [speed for speed in speeds if math.isfinite(speed)]
     data = ModelCardData(
         model_name=title if results else None,  # part of the model-index only
         library_name="transformers",
@@ -188,22 +188,17 @@ def describe_environment() -> dict[str, str]:
 
 def describe_text(training: Mapping[str, Any]) -> dict[str, Any]:
     """What a run was trained and validated on: a name of both, and data set and configuration on the Hub."""
-    files, dataset = training.get("train_files"), training.get("dataset")
-    if files:
-        name = _file_names(files)
-        held_out = training.get("validation_files")
-        return {"name": name, "validation": _file_names(held_out) if held_out else f"held-out part of {name}"}
-    if not dataset:
+    files = (training.get("train_files"), training.get("validation_files"))
+    if files[0]:
+        name, held_out = (", ".join(Path(file).name for file in some or ()) for some in files)
+        return {"name": name, "validation": held_out or f"held-out part of {name}"}
+    if not (dataset := training.get("dataset")):
         return {"name": EMBEDDED, "validation": f"held-out part of the {EMBEDDED}"}
     config = training.get("dataset_config")
     on_hub = not Path(dataset).exists() and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", dataset)
     name = f"{dataset if on_hub else Path(dataset).name} {config or ''}".strip()
     found = {"name": name, "validation": f"validation text of {name}"}
     return {**found, "dataset": dataset, "config": config} if on_hub else found
-
-
-def _file_names(files: Iterable[str]) -> str:
-    return ", ".join(Path(file).name for file in files)
 
 
 def measure_size(folder: Path, header: Header) -> dict[str, Any]:
