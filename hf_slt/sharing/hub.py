@@ -89,10 +89,8 @@ def push_ticket(
         rewrite_ticket(folder, stage, encoding=encoding or header.encoding, verified=ticket)
         card = Path(stage) / CARD_FILE
         if card.is_file():  # it may name the folder it was trained in
-            named = re.sub(
-                r'(from_pretrained\("|`slt verify )[^"`]*', rf"\g<1>{repo_id}", card.read_text("utf-8")
-            )
-            card.write_text(named, "utf-8")
+            place = r'(from_pretrained\("|`slt verify )[^"`]*'
+            card.write_text(re.sub(place, rf"\g<1>{repo_id}", card.read_text("utf-8")), "utf-8")
         else:
             write_card(stage, name=repo_id, header=header)
         if tags:

@@ -55,14 +55,10 @@ def compare_masks(one: Masks, other: Masks, sizes: Mapping[str, int]) -> dict[st
     >>> found.hamming, found.overlap
     (2, 0.5)
     """
-    found = {
-        name: Comparison(
-            sizes[name],
-            (count_bits(one[name]), count_bits(other[name])),
-            count_bits(one[name] & other[name]),
-        )
-        for name in sizes
-    }
+    found = {}
+    for name, size in sizes.items():
+        kept = count_bits(one[name]), count_bits(other[name])
+        found[name] = Comparison(size, kept, count_bits(one[name] & other[name]))
     every = found.values()
     kept = sum(item.kept[0] for item in every), sum(item.kept[1] for item in every)
     found["all"] = Comparison(sum(item.size for item in every), kept, sum(item.both for item in every))

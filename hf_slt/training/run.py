@@ -270,20 +270,17 @@ class Run:
                 self.log.write("masks", self.done, **look_at(masks, self.masks))
             self.masks = masks
         if self.options.moments:
-            self._log_moments()
+            # The same blocks in every process: sharded weights are gathered by all or by none.
+            blocks = self.corpus.validation
+            ids = torch.as_tensor(blocks[np.arange(min(8, len(blocks)))]["input_ids"]).long()
+            model = self.accelerator.unwrap_model(self.model)
+            trace, relative = (attention_moments(model, ids, relative=share) for share in (False, True))
+            lists = {"trace": trace.tolist(), "relative": relative.tolist()}
+            self.log.write("moments", self.done, lowest=relative.min().item(), **lists)
         improved = measures["loss"] < (math.inf if self.best is None else self.best[1])
         if improved:
             self.best = (self.done, measures["loss"])
         return improved
-
-    def _log_moments(self) -> None:
-        # The same blocks in every process: sharded weights are gathered by all or by none.
-        blocks = self.corpus.validation
-        ids = torch.as_tensor(blocks[np.arange(min(8, len(blocks)))]["input_ids"]).long()
-        model = self.accelerator.unwrap_model(self.model)
-        trace, relative = (attention_moments(model, ids, relative=share) for share in (False, True))
-        lists = {"trace": trace.tolist(), "relative": relative.tolist()}
-        self.log.write("moments", self.done, lowest=relative.min().item(), **lists)
 
     def save(self) -> None:
         """Write a checkpoint."""
