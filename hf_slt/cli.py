@@ -37,8 +37,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _one_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    cause = error if _of_network(error) else error.__cause__
-    if cause is not None and _of_network(cause) and type(cause).__name__ != "HTTPStatusError":
+    chain = (error, error.__cause__)  # errors of the Hub's own HTTP client are none of Python's
+    cause = next((one for one in chain if type(one).__module__.startswith("httpx")), None)
+    if cause is not None and type(cause).__name__ != "HTTPStatusError":
         what = lines[0] if type(error) is RuntimeError else "No answer from the Hub."  # it names a file
         return f"{what} The connection failed or was cut ({str(cause) or type(cause).__name__}); try again"
     if type(error).__module__.startswith("huggingface_hub"):
@@ -63,11 +64,6 @@ def _explain_refusal(error: Any) -> str | None:
     if status == 403:
         return f"no permission on the Hub ({said}); the token must be one that may write there"
     return None
-
-
-def _of_network(error: BaseException) -> bool:
-    """Whether it comes from the HTTP client of the Hub's client, whose errors are none of Python's own."""
-    return type(error).__module__.startswith("httpx")
 
 
 def build_parser() -> OptionParser:
@@ -271,7 +267,7 @@ def verify(args: argparse.Namespace) -> int:
     return int(bool(faults))
 
 
-def diff(args: argparse.Namespace) -> int:
+def diff(args: argparse.Namespace) -> None:
     """Print how two masks of one backbone differ, or how their backbones do."""
     from .sharing.hub import fetch_ticket
     from .sharing.mask_algebra import compare_tickets
@@ -280,7 +276,7 @@ def diff(args: argparse.Namespace) -> int:
     if args.json:
         facts = {name: _some(one, "size kept both hamming overlap chance") for name, one in found.items()}
         print(json.dumps(facts, indent=1))
-        return 0
+        return
     rows = [
         [name]
         + [f"{count:,}" for count in (one.size, *one.kept, one.hamming)]
@@ -289,7 +285,6 @@ def diff(args: argparse.Namespace) -> int:
     ]
     _print_table("tensor weights one other differ share overlap chance".split(), rows)
     print("\noverlap: kept by both / kept by either; chance: the same of random masks that keep as many")
-    return 0
 
 
 def combine(args: argparse.Namespace) -> None:

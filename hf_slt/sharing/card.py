@@ -36,11 +36,7 @@ FIGURES = {
 }
 EMBEDDED = "embedded corpus (prose of the Python installation)"
 LABELS = {"random_mask": "random mask", "dense": "dense twin", "frozen_embeddings": "frozen embeddings"}
-METRICS = {
-    "loss": "loss (nats per token)",
-    "perplexity": "perplexity",
-    "bits_per_byte": "bits per byte",
-}
+METRICS = {"loss": "loss (nats per token)", "perplexity": "perplexity", "bits_per_byte": "bits per byte"}
 _AUTO_CLASSES = {  # architecture -> class to load it with, task on the Hub
     "SupermaskGPT2LMHeadModel": ("AutoModelForCausalLM", "text-generation"),
     "SupermaskGPT2ForSequenceClassification": ("AutoModelForSequenceClassification", "text-classification"),
@@ -105,7 +101,21 @@ def write_card(
     text = describe_text(training) if training is not None else {}
     if language is None and text.get("name") == EMBEDDED:
         language = "en"
-    results = _eval_results(task, text, measures, text_sha256)
+    results = [
+        EvalResult(
+            task_type=task,
+            dataset_type=text.get("dataset", "text"),
+            dataset_name=text["validation"],
+            dataset_config=text.get("config"),
+            dataset_args={"sha256": text_sha256} if text_sha256 else None,
+            metric_type=key,
+            metric_name=METRICS[key],
+            metric_value=value,
+        )
+        for key, value in (_known(measures) if text else {}).items()
+    ]
+    speeds = [item.get("tokens_per_second", math.nan) for item in records if item["kind"] == "train"]
+    speeds = [speed for speed in speeds if math.isfinite(speed)]
     data = ModelCardData(
         model_name=title if results else None,  # part of the model-index only
         library_name="transformers",
@@ -145,8 +155,12 @@ def write_card(
             if (folder / file).is_file()
         ],
         steps=max((item["step"] for item in records if item["kind"] == "train"), default=0),
-        speed=_median(item.get("tokens_per_second") for item in records if item["kind"] == "train"),
-        training=_yaml(training) if training else None,
+        speed=statistics.median(speeds) if speeds else None,
+        training="\n".join(  # as lines of a preset; JSON values are YAML too
+            f"{key}: {json.dumps(_public(value))}"
+            for key, value in (training or {}).items()
+            if value is not None and key not in _PRIVATE
+        ),
         command=shlex.join(_public(word) for word in command),
         environment=list((environment or {}).items()),
     )
@@ -174,22 +188,17 @@ def describe_environment() -> dict[str, str]:
 
 def describe_text(training: Mapping[str, Any]) -> dict[str, Any]:
     """What a run was trained and validated on: a name of both, and data set and configuration on the Hub."""
-    files, dataset = training.get("train_files"), training.get("dataset")
-    if files:
-        name = _file_names(files)
-        held_out = training.get("validation_files")
-        return {"name": name, "validation": _file_names(held_out) if held_out else f"held-out part of {name}"}
-    if not dataset:
+    files = (training.get("train_files"), training.get("validation_files"))
+    if files[0]:
+        name, held_out = (", ".join(Path(file).name for file in some or ()) for some in files)
+        return {"name": name, "validation": held_out or f"held-out part of {name}"}
+    if not (dataset := training.get("dataset")):
         return {"name": EMBEDDED, "validation": f"held-out part of the {EMBEDDED}"}
     config = training.get("dataset_config")
     on_hub = not Path(dataset).exists() and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", dataset)
     name = f"{dataset if on_hub else Path(dataset).name} {config or ''}".strip()
     found = {"name": name, "validation": f"validation text of {name}"}
     return {**found, "dataset": dataset, "config": config} if on_hub else found
-
-
-def _file_names(files: Iterable[str]) -> str:
-    return ", ".join(Path(file).name for file in files)
 
 
 def measure_size(folder: Path, header: Header) -> dict[str, Any]:
@@ -202,12 +211,9 @@ def measure_size(folder: Path, header: Header) -> dict[str, Any]:
         description = 8 + int.from_bytes(file.read(8), "little")  # as safetensors begins
     total = path.stat().st_size
     entries = header.tensors.values()
-    trained = sum(value_bytes(entry) for entry in entries)
-    weights, masked, kept = (
-        sum(entry.size for entry in entries),
-        sum(entry.size for entry in entries if entry.masked),
-        sum(entry.kept or 0 for entry in entries),
-    )
+    trained, weights = sum(map(value_bytes, entries)), sum(entry.size for entry in entries)
+    masked = sum(entry.size for entry in entries if entry.masked)
+    kept = sum(entry.kept or 0 for entry in entries)
     return {
         "file_name": path.name,
         "file": total,
@@ -232,10 +238,8 @@ def entropy_bits(entry: Entry) -> float:
     """
     if entry.kept is None:
         return 0.0
-    nats = (
-        math.lgamma(entry.size + 1) - math.lgamma(entry.kept + 1) - math.lgamma(entry.size - entry.kept + 1)
-    )
-    return nats / math.log(2)
+    size, kept, dropped = (math.lgamma(n + 1) for n in (entry.size, entry.kept, entry.size - entry.kept))
+    return (size - kept - dropped) / math.log(2)
 
 
 def value_bytes(entry: Entry) -> int:
@@ -262,26 +266,6 @@ def _known(measures: Mapping[str, Any]) -> dict[str, float]:
     return {key: measures[key] for key in METRICS if math.isfinite(measures.get(key, math.nan))}
 
 
-def _eval_results(
-    task: str, text: Mapping[str, Any], measures: Mapping[str, Any], sha256: str | None
-) -> list[EvalResult]:
-    if not text:
-        return []
-    return [
-        EvalResult(
-            task_type=task,
-            dataset_type=text.get("dataset", "text"),
-            dataset_name=text["validation"],
-            dataset_config=text.get("config"),
-            dataset_args={"sha256": sha256} if sha256 else None,
-            metric_type=key,
-            metric_name=METRICS[key],
-            metric_value=value,
-        )
-        for key, value in _known(measures).items()
-    ]
-
-
 def _tensor_row(name: str, entry: Entry, header: Header) -> dict[str, Any]:
     row = {"name": name, "shape": " x ".join(map(str, entry.shape)), "law": "trained", "scale": ""}
     row |= {"asked": "", "kept": f"{entry.size:,} of {entry.size:,}", "density": "1"}
@@ -291,20 +275,6 @@ def _tensor_row(name: str, entry: Entry, header: Header) -> dict[str, Any]:
         kept = f"{entry.kept:,} of {entry.size:,}"
         row |= {"asked": str(header.density), "kept": kept, "density": f"{entry.kept / entry.size:.6g}"}
     return row
-
-
-def _median(values: Iterable[float | None]) -> float | None:
-    found = [value for value in values if value is not None and math.isfinite(value)]
-    return statistics.median(found) if found else None
-
-
-def _yaml(training: Mapping[str, Any]) -> str:
-    """Arguments as lines of a preset; JSON values are YAML too."""
-    return "\n".join(
-        f"{key}: {json.dumps(_public(value))}"
-        for key, value in training.items()
-        if value is not None and key not in _PRIVATE
-    )
 
 
 def _public(value: Any) -> Any:
@@ -318,8 +288,5 @@ def _public(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     option, equals, rest = value.rpartition("=")
-    return (
-        option
-        + equals
-        + (Path(rest).name if rest.startswith(("/", "~")) or Path(rest).is_absolute() else rest)
-    )
+    private = rest.startswith(("/", "~")) or Path(rest).is_absolute()
+    return option + equals + (Path(rest).name if private else rest)

@@ -54,7 +54,11 @@ def to_ternary(model: Any) -> Any:
     if "fbgemm" not in torch.backends.quantized.supported_engines:
         raise RuntimeError("to_ternary needs a torch with fbgemm, which builds for x86 have")
     ticket = model.to_ticket()
-    suited = [(path, layer) for path, layer in ticket.supermask_layers() if TernaryLayer.suits(layer)]
+    suited = [
+        (path, layer)
+        for path, layer in ticket.supermask_layers()
+        if isinstance(layer, TicketLayer) and {one.law for one in layer.tensors} == {"signed_constant"}
+    ]
     if not suited:
         raise ValueError(
             f"no weights here are ternary: law {model.config.law!r}, not 'signed_constant', drew them; "
@@ -82,11 +86,6 @@ class TernaryLayer(TicketLayer):
         for tensor, mask in zip(self.tensors, layer.stored(), strict=False):
             self.register_buffer(self.attribute(tensor, "mask"), mask)
         self.materialise()
-
-    @staticmethod
-    def suits(layer: SupermaskLayer) -> bool:
-        """Whether this can be made of a layer."""
-        return isinstance(layer, TicketLayer) and {one.law for one in layer.tensors} == {"signed_constant"}
 
     @torch.no_grad()
     def materialise(self) -> None:

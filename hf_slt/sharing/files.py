@@ -3,14 +3,10 @@
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-
-class SLTError(ValueError):
-    """Something the user can mend; the message names the value and the cure."""
+from uuid import uuid4
 
 
 @contextmanager
@@ -40,15 +36,12 @@ def staged(
     target = Path(directory)
     if target.exists() and not target.is_dir():
         raise NotADirectoryError(f"{target} is a file, not a folder")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    stage = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    stage = target.parent / f".{target.name}-{uuid4().hex}"
+    stage.mkdir(parents=True)
     try:
         yield stage
         if not keep:
             return
-        umask = os.umask(0)
-        os.umask(umask)
-        stage.chmod(0o777 & ~umask)  # mkdtemp makes it private
         names = sorted((path.name for path in stage.iterdir()), key=lambda name: (name == last, name))
         for name in names:
             _flush(stage / name)

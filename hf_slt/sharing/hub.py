@@ -12,13 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import (
-    CommitOperationAdd,
-    CommitOperationDelete,
-    HfApi,
-    ModelCard,
-    snapshot_download,
-)
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, snapshot_download
 
 from ..model.ticket import (
     CONFIG_FILE,
@@ -26,7 +20,6 @@ from ..model.ticket import (
     MASK_FILE,
     MODEL_FILE,
     WEIGHT_FILES,
-    Header,
     TicketError,
     read_header,
 )
@@ -41,7 +34,6 @@ TOKENIZER_FILES = (
 # All that is pushed and fetched; anything else in a folder is somebody's own.
 TICKET_FILES = [MASK_FILE, INDEX_FILE, CONFIG_FILE, "generation_config.json", CARD_FILE]
 TICKET_FILES += [*FIGURES, *TOKENIZER_FILES]  # and the code that config.json names
-_WEIGHTS = re.compile(WEIGHT_FILES)
 
 
 def fetch_ticket(
@@ -97,10 +89,8 @@ def push_ticket(
         rewrite_ticket(folder, stage, encoding=encoding or header.encoding, verified=ticket)
         card = Path(stage) / CARD_FILE
         if card.is_file():  # it may name the folder it was trained in
-            named = re.sub(
-                r'(from_pretrained\("|`slt verify )[^"`]*', rf"\g<1>{repo_id}", card.read_text("utf-8")
-            )
-            card.write_text(named, "utf-8")
+            place = r'(from_pretrained\("|`slt verify )[^"`]*'
+            card.write_text(re.sub(place, rf"\g<1>{repo_id}", card.read_text("utf-8")), "utf-8")
         else:
             write_card(stage, name=repo_id, header=header)
         if tags:
@@ -110,12 +100,13 @@ def push_ticket(
         names = {*TICKET_FILES, *_code_files(Path(stage))}
         files = [path for path in sorted(Path(stage).iterdir()) if path.name in names]
         # of an earlier push: would be loaded in place of the masks
-        stale = {name for name in api.list_repo_files(repo_id, revision=revision) if _WEIGHTS.fullmatch(name)}
+        there = api.list_repo_files(repo_id, revision=revision)
+        stale = sorted(name for name in there if name not in names and re.fullmatch(WEIGHT_FILES, name))
         # One commit, so that nobody ever sees half a ticket; upload_folder may make several.
         commit = api.create_commit(
             repo_id,
             [CommitOperationAdd(path.name, path) for path in files]
-            + [CommitOperationDelete(name) for name in sorted(stale - names)],
+            + [CommitOperationDelete(name) for name in stale],
             revision=revision,
             create_pr=create_pr,
             commit_message=commit_message or f"Ticket {header.mask_digest[:8]}",
@@ -125,10 +116,17 @@ def push_ticket(
 
 
 def push_model(model: Any, repo_id: str, *, encoding: str = "packed", **options: Any) -> str:
-    """`push_to_hub` of a ticket in memory; tokenizer, card and figures come from where it was loaded."""
+    """`push_to_hub` of a ticket in memory, with what lies where it was loaded from.
+
+    That is the tokenizer; card and figures too, if they are of this very mask.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        header = model.save_ticket(folder, encoding=encoding)
-        copy_companions(model.name_or_path, folder, header)
+        header, origin = model.save_ticket(folder, encoding=encoding), Path(model.name_or_path or "")
+        if model.name_or_path and mask_path(origin).is_file():
+            same = read_header(mask_path(origin)).mask_digest == header.mask_digest
+            for name in [*TOKENIZER_FILES, *([CARD_FILE, *FIGURES] if same else [])]:
+                if (origin / name).is_file():
+                    shutil.copyfile(origin / name, Path(folder) / name)
         return push_ticket(folder, repo_id, encoding=encoding, **options)
 
 
@@ -142,17 +140,3 @@ def _code_files(folder: Path) -> set[str]:
             found.add(path.name)
             wanted |= set(re.findall(r"^\s*from \.(\w+) import", path.read_text("utf-8"), re.MULTILINE))
     return found
-
-
-def copy_companions(source: str | os.PathLike | None, folder: str | os.PathLike, header: Header) -> None:
-    """Bring tokenizer, card and figures from the folder that a ticket was loaded from.
-
-    The tokenizer always; card and figures only if they are of this very mask.
-    """
-    origin = Path(source) if source else None
-    if origin is None or not mask_path(origin).is_file():
-        return
-    same = read_header(mask_path(origin)).mask_digest == header.mask_digest
-    for name in [*TOKENIZER_FILES, *([CARD_FILE, *FIGURES] if same else [])]:
-        if (origin / name).is_file():
-            shutil.copyfile(origin / name, Path(folder) / name)

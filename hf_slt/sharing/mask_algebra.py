@@ -8,7 +8,6 @@ import copy
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -16,11 +15,11 @@ import torch
 
 from ..model.configuration_supermask_gpt2 import SupermaskGPT2Config
 from ..model.named_masks import backbone_differences
-from ..model.ticket import Header, TicketError, count_bits, pack_mask, read_ticket
+from ..model.ticket import Header, Ticket, TicketError, count_bits, pack_mask, read_ticket
 from .saving import rewrite_ticket
 from .verify import mask_path
 
-Masks = Mapping[str, np.ndarray]  # packed, by tensor name
+Masks = Mapping[str, np.ndarray]  # by tensor name
 
 
 @dataclass(frozen=True)
@@ -49,37 +48,21 @@ class Comparison:
 
 
 def compare_masks(one: Masks, other: Masks, sizes: Mapping[str, int]) -> dict[str, Comparison]:
-    """Comparison by tensor, and under `"all"` of all tensors as one.
+    """Comparison of packed masks by tensor, and under `"all"` of all tensors as one.
 
     >>> masks = np.array([0b0111], np.uint8), np.array([0b1110], np.uint8)
     >>> found = compare_masks({"w": masks[0]}, {"w": masks[1]}, {"w": 4})["w"]
     >>> found.hamming, found.overlap
     (2, 0.5)
     """
-    found = {
-        name: Comparison(
-            sizes[name],
-            (count_bits(one[name]), count_bits(other[name])),
-            count_bits(one[name] & other[name]),
-        )
-        for name in one
-    }
+    found = {}
+    for name, size in sizes.items():
+        kept = count_bits(one[name]), count_bits(other[name])
+        found[name] = Comparison(size, kept, count_bits(one[name] & other[name]))
     every = found.values()
     kept = sum(item.kept[0] for item in every), sum(item.kept[1] for item in every)
-    return {
-        **found,
-        "all": Comparison(sum(item.size for item in every), kept, sum(item.both for item in every)),
-    }
-
-
-def intersection(masks: Sequence[np.ndarray]) -> np.ndarray:
-    """What all keep."""
-    return reduce(np.bitwise_and, masks)
-
-
-def union(masks: Sequence[np.ndarray]) -> np.ndarray:
-    """What any keeps."""
-    return reduce(np.bitwise_or, masks)
+    found["all"] = Comparison(sum(item.size for item in every), kept, sum(item.both for item in every))
+    return found
 
 
 def majority(masks: Sequence[np.ndarray]) -> np.ndarray:
@@ -93,43 +76,35 @@ def majority(masks: Sequence[np.ndarray]) -> np.ndarray:
 
 
 COMBINATIONS: dict[str, Callable[[Sequence[np.ndarray]], np.ndarray]] = {
-    "intersection": intersection,
-    "union": union,
+    "intersection": np.bitwise_and.reduce,  # what all keep
+    "union": np.bitwise_or.reduce,  # what any keeps
     "majority": majority,
 }
 
 
 def compare_tickets(one: str | os.PathLike, other: str | os.PathLike) -> dict[str, Comparison]:
     """Masks of two ticket folders compared, by tensor; they must be of one backbone."""
-    (header, arrays), (_, others) = _read_alike([one, other])
-    return compare_masks(
-        {name: arrays[name] for name, entry in header.tensors.items() if entry.masked},
-        {name: others[name] for name, entry in header.tensors.items() if entry.masked},
-        {name: entry.size for name, entry in header.tensors.items() if entry.masked},
-    )
+    first, second = _read_alike([one, other])
+    sizes = {name: entry.size for name, entry in first.header.masked().items()}
+    return compare_masks(first.arrays, second.arrays, sizes)
 
 
 def combine_tickets(
-    sources: Sequence[str | os.PathLike],
-    how: str,
-    target: str | os.PathLike,
-    *,
-    encoding: str = "packed",
+    sources: Sequence[str | os.PathLike], how: str, target: str | os.PathLike, *, encoding: str = "packed"
 ) -> Header:
     """A new ticket of the combined masks of ticket folders; everything else is taken from the first."""
     if how not in COMBINATIONS:
         raise ValueError(f"combination {how!r} is not one of {', '.join(map(repr, COMBINATIONS))}")
     if len(sources) < 2:
         raise ValueError("give at least two tickets to combine")
-    read = _read_alike(sources)
-    header, first = read[0]
+    tickets = _read_alike(sources)
     masks = {}
-    for name, entry in header.tensors.items():
+    for name, entry in tickets[0].header.tensors.items():
         if entry.masked:
-            masks[name] = COMBINATIONS[how]([arrays[name] for _, arrays in read])
+            masks[name] = COMBINATIONS[how]([ticket.arrays[name] for ticket in tickets])
         elif entry.trained:
-            for source, (_, arrays) in zip(sources, read, strict=True):
-                if not np.array_equal(arrays[name], first[name]):
+            for source, ticket in zip(sources, tickets, strict=True):
+                if not np.array_equal(ticket.arrays[name], tickets[0].arrays[name]):
                     raise TicketError(
                         f"{source}: its trained values of {name} are not those of {sources[0]}; only masks "
                         "can be combined"
@@ -139,20 +114,17 @@ def combine_tickets(
     return rewrite_ticket(sources[0], target, encoding=encoding, masks=masks)
 
 
-def _read_alike(sources: Sequence[str | os.PathLike]) -> list[tuple[Header, dict[str, np.ndarray]]]:
-    read: list[tuple[Header, dict[str, np.ndarray]]] = []
+def _read_alike(sources: Sequence[str | os.PathLike]) -> list[Ticket]:
+    tickets: list[Ticket] = []
     for source in sources:
-        ticket = read_ticket(mask_path(source))
-        header = ticket.header
-        if read and (differences := backbone_differences(read[0][0].config, header.config)):
-            raise TicketError(
-                f"{sources[0]} and {source} are of different backbones: {'; '.join(differences[:3])}"
-            )
-        read.append((header, ticket.arrays))
-    return read
+        tickets.append(read_ticket(mask_path(source)))
+        if differences := backbone_differences(*(one.header.config for one in (tickets[0], tickets[-1]))):
+            differ = "; ".join(differences[:3])
+            raise TicketError(f"{sources[0]} and {source} are of different backbones: {differ}")
+    return tickets
 
 
-def ticket_of_masks(model_class: Any, config: SupermaskGPT2Config, masks: Mapping[str, np.ndarray]) -> Any:
+def ticket_of_masks(model_class: Any, config: SupermaskGPT2Config, masks: Masks) -> Any:
     """A ticket, in memory, of these masks by tensor name; all that the configuration has are needed."""
     config = copy.deepcopy(config)
     config.state, config.mask_digest = "ticket", None

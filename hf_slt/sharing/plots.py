@@ -36,9 +36,8 @@ MOST_TENSORS = 8  # in one picture of masks
 def plot_run(records: Iterable[Record], path: str | os.PathLike, title: str) -> Path:
     """Curves of one run: loss, learning rate, and the share of mask bits that flip between two looks."""
     records = list(records)
-    train, validation, rate = (
-        _series(records, *what) for what in (("train", "loss"), ("evaluation", "loss"), ("train", "rate"))
-    )
+    train, rate = (_series(records, "train", name) for name in ("loss", "rate"))
+    validation = _series(records, "evaluation", "loss")
     flipped = _series(records, "masks", "flipped")
     flipped = tuple(values[flipped[1] > 0] for values in flipped)  # the first look has nothing before it
 
@@ -207,13 +206,12 @@ def density_map(mask: np.ndarray) -> np.ndarray:
     >>> density_map(np.eye(8, dtype=bool)).tolist()
     [[0.25, 0.0], [0.0, 0.25]]
     """
-    total, sizes = mask.astype(np.int32), np.ones((1, 1))
+    total, sides = mask.astype(np.int32), []
     for axis, length in enumerate(mask.shape):
         edges = np.linspace(0, length, max(1, min(CELLS, length // CELL_SIDE)) + 1).astype(int)
         total = np.add.reduceat(total, edges[:-1], axis=axis)
-        widths = np.diff(edges)
-        sizes = sizes * (widths[:, None] if axis == 0 else widths)
-    return total / sizes
+        sides.append(np.diff(edges))
+    return total / np.outer(*sides)
 
 
 def smooth(values: np.ndarray, window: int | None = None) -> np.ndarray:
@@ -232,9 +230,7 @@ def smooth(values: np.ndarray, window: int | None = None) -> np.ndarray:
 
 def _series(records: Iterable[Record], kind: str, name: str) -> tuple[np.ndarray, ...]:
     """Steps and values of the records of a kind, where the value is a finite number."""
-    pairs = [
-        (record["step"], record[name]) for record in records if record["kind"] == kind and name in record
-    ]
+    pairs = [(one["step"], one[name]) for one in records if one["kind"] == kind and name in one]
     steps, values = np.array(pairs, dtype=float).reshape(-1, 2).T
     finite = np.isfinite(values)
     return steps[finite], values[finite]
@@ -254,9 +250,6 @@ def _style(axes: "Axes") -> None:
 
 
 def _save(figure: "Figure", path: str | os.PathLike) -> Path:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    FigureCanvasAgg(figure)
     with replacing(path) as temporary:
         figure.savefig(temporary, format=Path(path).suffix.lstrip(".") or "png")
     return Path(path)

@@ -138,16 +138,9 @@ def rewrite_ticket(
         }
         masked = [entry for entry in entries.values() if entry.masked]
         density = sum(entry.kept or 0 for entry in masked) / sum(entry.size for entry in masked)
-        digest_of_all = mask_digest(entries)
-        changed = {"density": density, "mask_digest": digest_of_all}
+        changed: Any = {"density": density, "mask_digest": mask_digest(entries)}
         config |= changed
-        header = replace(
-            header,
-            tensors=entries,
-            config={**header.config, **changed},
-            density=density,
-            mask_digest=digest_of_all,
-        )
+        header = replace(header, tensors=entries, config={**header.config, **changed}, **changed)
     header = replace(header, encoding=encoding)
     with staged(target, stale=WEIGHT_FILES) as stage:
         if target.resolve() != source.resolve():

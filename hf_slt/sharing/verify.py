@@ -43,18 +43,16 @@ def verify_ticket(directory: str | os.PathLike, *, weights: bool = True) -> Head
 def verified_ticket(directory: str | os.PathLike, *, weights: bool = True) -> Ticket:
     """As `verify_ticket`, but all of the ticket, which is then read once."""
     read: list[Ticket] = []
-    for fault in _faults(Path(directory), weights, read):
+    for fault in find_faults(directory, weights=weights, read=read):
         raise fault
     return read[0]
 
 
-def find_faults(directory: str | os.PathLike, *, weights: bool = True) -> Iterator[TicketError]:
-    """All that is wrong with a ticket's folder, as `verify_ticket` would raise it."""
-    return _faults(Path(directory), weights, [])
-
-
-def _faults(directory: Path, weights: bool, read: list[Ticket]) -> Iterator[TicketError]:
-    """The faults of a folder, and in `read` its ticket, as soon as there is one."""
+def find_faults(
+    directory: str | os.PathLike, *, weights: bool = True, read: list[Ticket] | None = None
+) -> Iterator[TicketError]:
+    """All that is wrong with a ticket's folder, as `verify_ticket` would raise it; `read` gets its ticket."""
+    directory = Path(directory)
     if not directory.is_dir():
         yield TicketError(f"{directory}: no such folder")
         return
@@ -70,15 +68,14 @@ def _faults(directory: Path, weights: bool, read: list[Ticket]) -> Iterator[Tick
     except TicketError as fault:
         yield fault
         return
-    read.append(ticket)
+    if read is not None:
+        read.append(ticket)
     if path.name == MASK_FILE:
         try:
             listed = read_json(directory / INDEX_FILE).get("weight_map")
             if listed != dict.fromkeys(read_table(path)[1], MASK_FILE):
-                cure = "save the ticket again"
-                yield TicketError(
-                    f"{directory / INDEX_FILE}: does not list the tensors of {MASK_FILE}; {cure}"
-                )
+                fault = f"does not list the tensors of {MASK_FILE}; save the ticket again"
+                yield TicketError(f"{directory / INDEX_FILE}: {fault}")
         except TicketError as fault:
             yield fault
     yield from faults

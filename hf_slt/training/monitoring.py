@@ -38,8 +38,11 @@ def masks_of(config: SupermaskGPT2Config, parameters: dict[str, Tensor], density
 def look_at(masks: dict[str, Tensor], before: dict[str, Tensor]) -> dict[str, Any]:
     """What the masks are like, and which share of their bits changed since the last look."""
     flipped = sum(int((mask != before[name]).sum()) for name, mask in masks.items()) if before else 0
-    empty = {name: float((~mask.any(_input_axis(name))).float().mean()) for name, mask in masks.items()}
-    for name, share in empty.items():
+    empty = {}
+    for name, mask in masks.items():
+        # Tables are stored (outputs, inputs), all else as Conv1D (inputs, outputs).
+        inputs = 1 if name.split(".")[-2] in ("wte", "wpe", "lm_head", "score") else 0
+        empty[name] = share = float((~mask.any(inputs)).float().mean())
         if share > COLLAPSED:
             logger.warning(f"{name}: {share:.0%} of its outputs have no weight left; the layer collapses")
     return {
@@ -47,11 +50,6 @@ def look_at(masks: dict[str, Tensor], before: dict[str, Tensor]) -> dict[str, An
         "density": {name: float(mask.float().mean()) for name, mask in masks.items()},
         "empty_columns": empty,
     }
-
-
-def _input_axis(name: str) -> int:
-    # Tables are stored (outputs, inputs), all else as Conv1D (inputs, outputs).
-    return 1 if name.split(".")[-2] in ("wte", "wpe", "lm_head", "score") else 0
 
 
 @torch.no_grad()
@@ -140,9 +138,7 @@ class Log:
         self.records.append({"kind": kind, "step": step, **values})
         with open(self.path, "a") as file:
             file.write(json.dumps(self.records[-1]) + "\n")
-        numbers = {
-            f"{kind}/{name}": value for name, value in values.items() if isinstance(value, int | float)
-        }
+        numbers = {f"{kind}/{name}": one for name, one in values.items() if isinstance(one, int | float)}
         self.accelerator.log(numbers, step=step)
 
 

@@ -102,8 +102,7 @@ def sample(folder: str, prompt: str, tokens: int = 60) -> str:
 def _dress(folder: Path, template: Path, name: str, reports: Mapping[str, Any], records: list[dict]) -> None:
     """Put figures and card beside the masks: the folder is then ready to share."""
     ticket = folder / "ticket"
-    masks = ticket / MASK_FILE
-    plot_masks(read_ticket(masks).masks(), ticket / "masks.png")
+    plot_masks(read_ticket(ticket / MASK_FILE).masks(), ticket / "masks.png")
     for figure in ("curves.png", "comparison.png"):
         if (folder / figure).exists():
             (ticket / figure).write_bytes((folder / figure).read_bytes())

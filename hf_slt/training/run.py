@@ -6,7 +6,6 @@ so that scores and optimizer moments are all there is to save: a run that was ki
 bits, and two processes see the batches that one would have seen.
 """
 
-import hashlib
 import json
 import math
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from ..model.configuration_supermask_gpt2 import SupermaskGPT2Config
 from ..model.modeling_supermask_gpt2 import SupermaskGPT2LMHeadModel
-from ..model.ticket import SLTError
+from ..model.ticket import SLTError, sha256
 from ..sharing.files import replacing
 from ..sharing.verify import verify_ticket
 from ..text.blocks import Corpus, StreamedBlocks, load_blocks
@@ -67,12 +66,9 @@ def density_at(step: int, density: float, start: float | None, over: int) -> flo
 def build_model(arguments: Arguments, corpus: Corpus) -> PreTrainedModel:
     """The model of a run, or of its control."""
     config = arguments.config(corpus.tokenizer)
-    control = arguments.run.control
-    if control == "frozen_embeddings":
+    if arguments.run.control == "frozen_embeddings":
         config.embedding, config.embedding_bits = "frozen", 32
-    if control == "dense":
-        return dense_twin(config)
-    return SupermaskGPT2LMHeadModel(config)
+    return dense_twin(config) if arguments.run.control == "dense" else SupermaskGPT2LMHeadModel(config)
 
 
 def check_twin(config: SupermaskGPT2Config) -> None:
@@ -192,13 +188,10 @@ class Run:
 
     def _identity(self) -> dict[str, Any]:
         """What must be the same for a checkpoint to be gone on from."""
-        flat = self.arguments.flat()
-        identity = {name: value for name, value in flat.items() if name not in FREE_TO_CHANGE}
-        tokenizer = self.corpus.tokenizer.backend_tokenizer.to_str()
         return {
-            **identity,
+            **{name: value for name, value in self.arguments.flat().items() if name not in FREE_TO_CHANGE},
             "text": self.corpus.digest,
-            "tokenizer_sha256": hashlib.sha256(tokenizer.encode()).hexdigest(),
+            "tokenizer_sha256": sha256(self.corpus.tokenizer.backend_tokenizer.to_str()),
             "precision": self.accelerator.mixed_precision,
             "processes": self.accelerator.num_processes,
         }
@@ -271,44 +264,37 @@ class Run:
         )
         self.log.write("evaluation", self.done, **measures)
         if isinstance(self.config, SupermaskGPT2Config):
-            masks = masks_of(self.config, self._whole_parameters(), density)
+            parameters: Any = get_model_state_dict(self.model, options=WHOLE)
+            masks = masks_of(self.config, parameters, density)
             if self.accelerator.is_main_process:
                 self.log.write("masks", self.done, **look_at(masks, self.masks))
             self.masks = masks
         if self.options.moments:
-            self._log_moments()
+            # The same blocks in every process: sharded weights are gathered by all or by none.
+            blocks = self.corpus.validation
+            ids = torch.as_tensor(blocks[np.arange(min(8, len(blocks)))]["input_ids"]).long()
+            model = self.accelerator.unwrap_model(self.model)
+            trace, relative = (attention_moments(model, ids, relative=share) for share in (False, True))
+            lists = {"trace": trace.tolist(), "relative": relative.tolist()}
+            self.log.write("moments", self.done, lowest=relative.min().item(), **lists)
         improved = measures["loss"] < (math.inf if self.best is None else self.best[1])
         if improved:
             self.best = (self.done, measures["loss"])
         return improved
 
-    def _log_moments(self) -> None:
-        # The same blocks in every process: sharded weights are gathered by all or by none.
-        blocks = self.corpus.validation
-        ids = torch.as_tensor(blocks[np.arange(min(8, len(blocks)))]["input_ids"]).long()
-        model = self.accelerator.unwrap_model(self.model)
-        trace, relative = (attention_moments(model, ids, relative=share) for share in (False, True))
-        lists = {"trace": trace.tolist(), "relative": relative.tolist()}
-        self.log.write("moments", self.done, lowest=relative.min().item(), **lists)
-
     def save(self) -> None:
         """Write a checkpoint."""
-        snapshot = Snapshot.take(
-            self.done, self.model, self.optimizer.optimizer, best=self.best, masks=self.masks
-        )
+        known = {"best": self.best, "masks": self.masks}
+        snapshot = Snapshot.take(self.done, self.model, self.optimizer.optimizer, **known)
         if self.accelerator.is_main_process:
             self.checkpoints.save(snapshot)
         self.accelerator.wait_for_everyone()
-
-    def _whole_parameters(self) -> dict[str, Tensor]:
-        parameters: Any = get_model_state_dict(self.model, options=WHOLE)
-        return parameters
 
     def finish(self) -> dict[str, Any]:
         """Write ticket (or dense model), tokenizer and report; return the report, in the first process."""
         if self.steps == 0:
             self.look()
-        parameters = self._whole_parameters()
+        parameters: Any = get_model_state_dict(self.model, options=WHOLE)
         if not self.accelerator.is_main_process:
             return {}
         model: Any = build_model(self.arguments, self.corpus)

@@ -22,15 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..model.layers import (
-    LAYERS,
-    LOSSES,
-    DrawnLayer,
-    Embedding,
-    Head,
-    Linear,
-    SupermaskLayer,
-)
+from ..model.layers import LAYERS, LOSSES, DrawnLayer, Embedding, Head, Linear, SupermaskLayer
 from ..model.quantisation import largest_code
 from ..model.random_weights import TensorSpec, draw
 from ..model.ticket import pack_mask
