@@ -434,10 +434,11 @@ def test_score_space_is_the_derivative_of_the_gradient_that_trains():
     signs = scores.detach().double().sign()
     (direction,) = draw(0, tuple(scores.shape))
     displacement = torch.from_numpy(value.draw()) * signs * direction
+    start = layer.shape[1] - value.shape[1]
 
     def gradient(step):
         def move(_, inputs, output):  # as if the masked weight were step * displacement further
-            query_key, values = output[..., : value.columns.start], output[..., value.columns]
+            query_key, values = output[..., :start], output[..., start:]
             return torch.cat([query_key, values + inputs[0] @ (step * displacement)], -1)
 
         model.zero_grad()

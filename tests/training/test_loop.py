@@ -22,7 +22,7 @@ from hf_slt import SupermaskGPT2LMHeadModel, verify_ticket
 from hf_slt.model.ticket import SLTError
 from hf_slt.text.blocks import TokenBlocks, load_blocks
 from hf_slt.text.evaluation import evaluate_blocks
-from hf_slt.training import checkpoints
+from hf_slt.training import checkpoints, scores
 from hf_slt.training import run as training
 from hf_slt.training.arguments import (
     CONTROLS,
@@ -369,17 +369,11 @@ def test_larger_first_scores_are_a_lower_rate():
     assert all(map(torch.equal, *found))
 
 
-def test_masks_are_selected_once_per_optimizer_step(arguments, monkeypatch):
-    from hf_slt.model import masking
-
-    run, calls = Run(arguments("--gradient_accumulation_steps", "4", "--dropout", "0")), []
-    search = masking.Selector._search
-    monkeypatch.setattr(masking.Selector, "_search", lambda *a: calls.append(1) or search(*a))
-    tensors = len(run.model.masks())
-    calls.clear()
-    for _ in range(3):
-        optimizer_step(run)
-    assert 0 < len(calls) <= 3 * tensors
+def test_masks_are_selected_once_per_forward(arguments, monkeypatch):
+    run, calls, keep = Run(arguments("--gradient_accumulation_steps", "4")), [], scores.keep_largest
+    monkeypatch.setattr(scores, "keep_largest", lambda *args: calls.append(1) or keep(*args))
+    optimizer_step(run)
+    assert len(calls) == 4 * len(run.config.tensor_names())  # the tied table too
 
 
 @pytest.mark.parametrize("flag", ["--gradient_checkpointing", "--torch_compile"])
