@@ -160,9 +160,11 @@ def measure_all(measure: Measure, points: Iterable[Point], workers: int) -> Iter
     point repeats to the last bit. A fresh interpreter for every worker reads these two settings; and torch
     does not survive a fork with threads.
     """
-    os.environ["OMP_NUM_THREADS"] = "1"
-    if platform.machine() in ("x86_64", "AMD64"):
-        os.environ.setdefault("ATEN_CPU_CAPABILITY", "avx2")
+    settings = {"OMP_NUM_THREADS": "1"}
+    if platform.machine() in ("x86_64", "AMD64") and "ATEN_CPU_CAPABILITY" not in os.environ:
+        settings["ATEN_CPU_CAPABILITY"] = "avx2"
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
     pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=_end_with_parent)
     try:
         running = {pool.submit(_quietly, measure, point): point for point in points}
@@ -174,6 +176,10 @@ def measure_all(measure: Measure, points: Iterable[Point], workers: int) -> Iter
         raise
     finally:
         pool.shutdown(cancel_futures=True)
+        for name, value in before.items():  # what this process starts next is not of the study
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
 
 
 def _end_with_parent() -> None:

@@ -103,7 +103,9 @@ def test_verify(capsys, folder):
 def test_diff(capsys, shelf):
     _, out, _ = script("diff", shelf / "one", shelf / "two", "--json")
     found = json.loads(out)
-    one, two = (SupermaskGPT2LMHeadModel.from_pretrained(shelf / name).masks() for name in ("one", "two"))
+    one, two = (
+        SupermaskGPT2LMHeadModel.from_pretrained(shelf / name).mask_arrays() for name in ("one", "two")
+    )
     assert found["wte"]["hamming"] == (one["wte"] != two["wte"]).sum() > 0
     _, out, _ = run(capsys, "diff", shelf / "one", shelf / "two")
     assert f"{found['all']['hamming']:,}" in out.splitlines()[-3]
@@ -112,8 +114,10 @@ def test_diff(capsys, shelf):
 def test_combine_and_pack(capsys, shelf, tmp_path):
     new = tmp_path / "new"
     assert script("combine", "union", shelf / "one", shelf / "two", "--output", new)[0] == 0
-    one, two = (SupermaskGPT2LMHeadModel.from_pretrained(shelf / name).masks() for name in ("one", "two"))
-    masks = SupermaskGPT2LMHeadModel.from_pretrained(new).masks()
+    one, two = (
+        SupermaskGPT2LMHeadModel.from_pretrained(shelf / name).mask_arrays() for name in ("one", "two")
+    )
+    masks = SupermaskGPT2LMHeadModel.from_pretrained(new).mask_arrays()
     assert all(np.array_equal(masks[name], one[name] | two[name]) for name in one)
     before = (new / "mask.safetensors").read_bytes()
     code, out, _ = script("pack", new, "--encoding", "entropy")

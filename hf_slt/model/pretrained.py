@@ -46,6 +46,10 @@ AUTO_MAP = {
 _DOWNLOAD_OPTIONS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
 
 
+class MismatchError(TicketError, RuntimeError):
+    """A ticket and the configuration it is to be loaded with do not fit; transformers raises the latter."""
+
+
 class TicketPreTrainedModel(PreTrainedModel):
     """The part of a supermask model that reads, writes and converts it."""
 
@@ -227,7 +231,7 @@ class TicketPreTrainedModel(PreTrainedModel):
         try:  # the caller may have given another configuration than the ticket's own
             check_tensors(header, config, sizes=not kwargs.get("ignore_mismatched_sizes"))
         except ValueError as error:
-            raise TicketError(f"{ticket.path}: {error}; load it with its own configuration") from None
+            raise MismatchError(f"{ticket.path}: {error}; load it with its own configuration") from None
         state = {str(keys[one].key): torch.from_numpy(array) for one, array in ticket.arrays.items()}
         loaded = super().from_pretrained(None, *args, config=config, state_dict=state, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded

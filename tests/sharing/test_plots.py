@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import matplotlib
 import numpy as np
 import pytest
 
@@ -54,6 +55,14 @@ def lines(axes) -> dict[str, tuple[list, list]]:
 def labelled(figure) -> bool:
     """Every panel says what its axes are; of stacked panels the lowest says it for all."""
     return all(axes.get_ylabel() for axes in figure.axes) and bool(figure.axes[-1].get_xlabel())
+
+
+@pytest.fixture(autouse=True)
+def _plain_style():
+    """As matplotlib comes: other tests of this process may have set a style of their own."""
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        yield
 
 
 def test_a_run_shows_its_records(tmp_path, drawn):
