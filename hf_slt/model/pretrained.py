@@ -58,8 +58,6 @@ class TicketPreTrainedModel(PreTrainedModel):
     _keep_in_fp32_modules_strict: Any = None
     _stock_class: ClassVar[type[PreTrainedModel]]
 
-    # -- what transformers asks ------------------------------------------------------------------
-
     def supermask_layers(self) -> Iterator[tuple[str, Any]]:
         """Every layer of frozen, masked or trained tensors, with its path."""
         return ((path, module) for path, module in self.named_modules() if isinstance(module, SupermaskLayer))
@@ -98,8 +96,6 @@ class TicketPreTrainedModel(PreTrainedModel):
         """As in transformers, except that new rows are drawn like all others: a mean row has no seed."""
         rows, multiple = new_num_tokens or self.config.vocab_size, pad_to_multiple_of or 1
         return self._tool("resize_token_embeddings")(self, -(-rows // multiple) * multiple)
-
-    # -- in memory -------------------------------------------------------------------------------
 
     def mask_arrays(self) -> dict[str, np.ndarray]:
         """Every mask by tensor name, as boolean arrays."""
