@@ -114,8 +114,8 @@ def write_card(
         )
         for key, value in (_known(measures) if text else {}).items()
     ]
-    speeds = [item.get("tokens_per_second", math.nan) for item in records if item["kind"] == "train"]
-    speeds = [speed for speed in speeds if math.isfinite(speed)]
+    speeds: list[Any] = [item.get("tokens_per_second") for item in records if item["kind"] == "train"]
+    speeds = [speed for speed in speeds if speed is not None and math.isfinite(speed)]
     data = ModelCardData(
         model_name=title if results else None,  # part of the model-index only
         library_name="transformers",
