@@ -301,7 +301,6 @@ STRANGER = f"""{LOOK}
 sys.modules["hf_slt"] = None  # import hf_slt fails, as where it is not installed
 options = dict(trust_remote_code=True)
 look("ticket", AutoModelForCausalLM.from_pretrained("me/ticket", **options))
-look("ticket, small", AutoModelForCausalLM.from_pretrained("me/small", **options))
 look("poems, revision", AutoModelForCausalLM.from_pretrained("me/ticket", revision="v2", **options))
 model = AutoModelForCausalLM.from_pretrained("me/ticket", **options)
 assert type(model).__module__.startswith("transformers_modules"), type(model)
@@ -310,10 +309,11 @@ model.set_mask("poems")
 look("poems, load_mask", model)
 tokenizer = AutoTokenizer.from_pretrained("me/ticket")
 print(tokenizer.decode(model.generate(**tokenizer("The", return_tensors="pt"), max_new_tokens=3)[0]))
-try:
-    model.push_to_hub("me/again")
-except ImportError as error:
-    print(error)
+for tool in (model.push_to_hub, lambda name: AutoModelForCausalLM.from_pretrained(name, **options)):
+    try:
+        tool("me/small")  # where masks are coded, for which a library is needed
+    except ImportError as error:
+        print(error)
 numpy.savez(sys.argv[1], **found)
 """
 
@@ -349,13 +349,13 @@ def test_pull_with_the_package(shared, local):
 def test_pull_without_the_package(shared, local):
     client = shared.visit("without")
     text = client.python(STRANGER, client.home / "found.npz")
-    check(local, client.home / "found.npz", 4)
+    check(local, client.home / "found.npz", 3)
     assert text.startswith("The")
-    assert "pip install hf_slt" in text
+    assert text.count("pip install hf_slt") == 2
     # and later, when no Hub is there
     gone = {"HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://127.0.0.1:9"}
     again = client.python(STRANGER, client.home / "again.npz", **gone)
-    check(local, client.home / "again.npz", 4)
+    check(local, client.home / "again.npz", 3)
     assert again == text
 
 
