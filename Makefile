@@ -12,7 +12,7 @@ help:  ## this list
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=23"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[train,theory,curvature,dev]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[all,dev]"
 	@touch $@
 
 demo: $(READY)  ## find a ticket in a few minutes, compare it with its dense twin, verify, load and generate

@@ -18,6 +18,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -81,6 +82,10 @@ class SupermaskLayer(nn.Module):
     inputs_first = False  # stored (inputs, outputs), as GPT-2's Conv1D; else the other way
     body_name = "weight"  # of the tensor of this shape that the layer holds
     in_float32: Sequence[str] = ()  # names of parameters that no cast may shorten
+    weight: Any
+    masked_weight: Callable[[], Tensor]  # the matrix that the layer computes with
+    data: Callable[[], list[np.ndarray | None]]  # what a ticket stores of each tensor: packed mask or values
+    reset: Callable[[], None]  # fills in whatever was not loaded, as transformers' _init_weights
 
     def __init__(self, tensors: Sequence[TensorSpec]) -> None:
         nn.Module.__init__(self)  # by name: a layer may also be an nn.Linear or nn.Embedding
@@ -105,11 +110,6 @@ class SupermaskLayer(nn.Module):
     def drawn_weight(self) -> np.ndarray:
         """The frozen matrix before any mask, in float32."""
         return np.concatenate([tensor.draw() for tensor in self.tensors], axis=1)
-
-    # masked_weight() -> Tensor              the matrix that the layer computes with
-    # data() -> list[np.ndarray | None]      what a ticket stores of each tensor: its packed mask, its trained
-    #                                        values in float32, or nothing
-    # reset()                                fills in whatever was not loaded, as transformers' _init_weights
 
     def _begin(self) -> None:
         if not self.body.is_meta:
@@ -171,13 +171,12 @@ class DrawnLayer(SupermaskLayer):
 
     _made_from: Sequence[Stamp] = ()  # what the buffer was made from
     _is_replica = False  # torch sets it on the copies that DataParallel makes of a current layer
+    stored: Callable[[], list[Tensor]]  # what a state dict brings, by tensor: masks or scores
+    materialise: Callable[[], None]  # draws into the buffer, in its dtype
 
     def __init__(self, tensors: Sequence[TensorSpec]) -> None:
         super().__init__(tensors)
         self.register_buffer(self.body_name, torch.empty(self.shape), persistent=False)
-
-    # stored() -> list[Tensor]     what a state dict brings, by tensor: masks or scores
-    # materialise()                draws into the buffer, in its dtype
 
     def _sources(self) -> list[Stamp]:
         """What the buffer must still be made from to be current: at least itself."""

@@ -12,7 +12,7 @@ is, in a ticket (`config.state == "ticket"`) or while it learns (`"scores"`), is
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from .configuration_supermask_gpt2 import SupermaskGPT2Config
 from .layers import LOSSES, SupermaskLayer, make_layer
 from .named_masks import NamedMasks
-from .pretrained import TicketMixin
+from .pretrained import TicketPreTrainedModel
 from .quantisation import BITS  # noqa: F401  older transformers copy to their cache only what is named here
 from .random_weights import draw  # noqa: F401  likewise
 from .ticket import TicketError  # noqa: F401  likewise
@@ -145,11 +145,10 @@ def _layer_norm(config: SupermaskGPT2Config) -> nn.Module:
     return nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon, elementwise_affine=False)
 
 
-class SupermaskGPT2PreTrainedModel(NamedMasks, TicketMixin, PreTrainedModel):
+class SupermaskGPT2PreTrainedModel(NamedMasks, TicketPreTrainedModel):
     """What all supermask GPT-2 models share: what transformers should know of them."""
 
     config: SupermaskGPT2Config
-    config_class = SupermaskGPT2Config
     _stock_class: ClassVar[type[PreTrainedModel]]
     base_model_prefix = "transformer"
     input_modalities = "text"
@@ -178,7 +177,7 @@ class SupermaskGPT2Model(SupermaskGPT2PreTrainedModel):
 
     def __init__(self, config: SupermaskGPT2Config) -> None:
         super().__init__(config)
-        self.wte: nn.Module = build_layer(config, "embedding", "wte")
+        self.wte: Any = build_layer(config, "embedding", "wte")
         self.wpe = build_layer(config, "embedding", "wpe")
         self.drop = nn.Dropout(config.embd_pdrop)
         self.h = nn.ModuleList([SupermaskGPT2Block(config, index) for index in range(config.n_layer)])
@@ -310,5 +309,5 @@ class SupermaskGPT2ForSequenceClassification(GenericForSequenceClassification, S
         SupermaskGPT2PreTrainedModel.__init__(self, config)  # only the forward is the generic one
         self.num_labels = config.num_labels or 2
         self.transformer = SupermaskGPT2Model(config)
-        self.score = build_layer(config, "head", "score")
+        self.score: Any = build_layer(config, "head", "score")
         self.post_init()

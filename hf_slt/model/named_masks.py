@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .configuration_supermask_gpt2 import SupermaskGPT2Config
-from .layers import SupermaskLayer, full_mask
+from .layers import full_mask
 from .ticket import LOADING_KEYS, Ticket, TicketError, find_mask_file, read_ticket
 
 _SWITCHING = threading.RLock()  # of all models: a lock of its own would keep a model from being copied
@@ -67,7 +67,7 @@ class NamedMasks:
     """The part of a supermask model that holds masks by name."""
 
     config: SupermaskGPT2Config
-    supermask_layers: Callable[[], Iterator[tuple[str, SupermaskLayer]]]
+    supermask_layers: Callable[[], Iterator[tuple[str, Any]]]
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)

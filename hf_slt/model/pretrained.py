@@ -46,15 +46,17 @@ AUTO_MAP = {
 _DOWNLOAD_OPTIONS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
 
 
-class TicketMixin:
+class TicketPreTrainedModel(PreTrainedModel):
     """The part of a supermask model that reads, writes and converts it."""
 
     config: SupermaskGPT2Config
+    config_class: Any = SupermaskGPT2Config
+    _keep_in_fp32_modules_strict: Any = None
     _stock_class: ClassVar[type[PreTrainedModel]]
 
     # -- what transformers asks ------------------------------------------------------------------
 
-    def supermask_layers(self) -> Iterator[tuple[str, SupermaskLayer]]:
+    def supermask_layers(self) -> Iterator[tuple[str, Any]]:
         """Every layer of frozen, masked or trained tensors, with its path."""
         return ((path, module) for path, module in self.named_modules() if isinstance(module, SupermaskLayer))
 
@@ -128,7 +130,7 @@ class TicketMixin:
             layer._is_hf_initialized = True  # else transformers would fill it anew
         if self.can_generate():
             ticket.generation_config = copy.deepcopy(self.generation_config)
-        return ticket.to(self.device, self.dtype).eval()
+        return ticket.to(self.device, self.dtype).eval()  # type: ignore[arg-type]
 
     # -- out: by tools of the package, which do not travel ---------------------------------------
 
@@ -156,7 +158,7 @@ class TicketMixin:
         ticket was loaded from; a card that is not there is written.
         """
         if self.config.state != "ticket":
-            return super().push_to_hub(repo_id, **kwargs)
+            return super().push_to_hub(repo_id, **kwargs)  # type: ignore[arg-type]
         return self._tool("push_to_hub")(self, repo_id, **kwargs)
 
     def merge_and_unload(self) -> PreTrainedModel:
@@ -203,7 +205,7 @@ class TicketMixin:
         if os.path.isfile(source) and config is None:
             config = cls.config_class.from_dict(dict(ticket.header.config))
         elif not isinstance(config, PreTrainedConfig):
-            dtype = {name: kwargs.pop(name) for name in ("dtype", "torch_dtype") if name in kwargs}
+            dtype: dict = {name: kwargs.pop(name) for name in ("dtype", "torch_dtype") if name in kwargs}
             config, kwargs = cls.config_class.from_pretrained(
                 config or source, return_unused_kwargs=True, **kwargs
             )
@@ -218,7 +220,7 @@ class TicketMixin:
         return cls._from_ticket(ticket, _with_dtype(config), str(source), *args, **kwargs)
 
     @classmethod
-    def _from_ticket(cls, ticket: Ticket, config: PreTrainedConfig, name: str, *args, **kwargs):
+    def _from_ticket(cls, ticket: Ticket, config: SupermaskGPT2Config, name: str, *args, **kwargs):
         header, keys = ticket.header, ticket.header.tensors
         config.state, config.mask_digest = "ticket", header.mask_digest
         config.density, config.rule = header.density, header.rule
@@ -248,7 +250,7 @@ class TicketMixin:
                     raise TicketError(f"{ticket.path}: the mask of {tensor.name} was not loaded; see above")
 
 
-def _with_dtype(config: PreTrainedConfig) -> PreTrainedConfig:
+def _with_dtype(config: Any) -> Any:
     """A copy that tells a dtype: masks do not, and transformers would take theirs."""
     config = copy.deepcopy(config)
     config.dtype = config.dtype or torch.get_default_dtype()

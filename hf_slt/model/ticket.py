@@ -62,7 +62,6 @@ _KNOWN = {
     "bit_order": ("little",),
     "generator": (GENERATOR,),
 }
-
 # What may differ between two configurations of one ticket: how it is loaded, not what it computes.
 LOADING_KEYS = frozenset(
     "transformers_version architectures dtype auto_map _name_or_path use_cache mask_digest id2label "

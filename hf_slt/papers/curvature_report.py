@@ -141,8 +141,11 @@ def plot_report(
     report: Mapping[str, Sequence[BlockCurvature]], path: str | os.PathLike, *, title: str | None = None
 ) -> None:
     """Draw a report: layers by blocks, norms on one log colour scale, value to query at the side."""
-    from matplotlib.colors import LogNorm
-    from matplotlib.figure import Figure
+    try:
+        from matplotlib.colors import LogNorm
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError('figures need matplotlib: pip install "hf_slt[curvature]"') from error
 
     norms = [row.norm for rows in report.values() for row in rows if row.norm > 0]
     if not norms:

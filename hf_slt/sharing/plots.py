@@ -241,8 +241,10 @@ def _series(records: Iterable[Record], kind: str, name: str) -> tuple[np.ndarray
 
 
 def _figure(width: float, height: float) -> "Figure":
-    from matplotlib.figure import Figure  # an extra, and slow to import; no pyplot, so nothing to close
-
+    try:
+        from matplotlib.figure import Figure  # an extra, and slow to import; no pyplot, so nothing to close
+    except ImportError as error:
+        raise ImportError('figures need matplotlib: pip install "hf_slt[train]"') from error
     return Figure(figsize=(width, height), dpi=150, layout="constrained")
 
 

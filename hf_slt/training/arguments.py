@@ -209,8 +209,10 @@ def parse_arguments(
 
 def _preset_words(parser: OptionParser, path: Path) -> list[str]:
     """A preset as a command line, so that argparse checks names and types alike."""
-    import yaml  # an extra: only presets need it
-
+    try:
+        import yaml  # an extra: only presets need it
+    except ImportError:
+        parser.error('presets need PyYAML: pip install "hf_slt[train]"')
     try:
         preset = yaml.safe_load(path.read_text())
     except OSError as error:

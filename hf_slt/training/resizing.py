@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..model.layers import StoredLayer, SupermaskLayer, TicketLayer
+from ..model.layers import StoredLayer, TicketLayer
 from ..model.quantisation import BITS
 from ..model.ticket import pack_mask, unpack_mask
 from .scores import RoundedWeight, ScoresLayer
@@ -24,7 +24,7 @@ def resize_token_embeddings(model: Any, rows: int) -> nn.Module:
 
 
 @torch.no_grad()
-def resized(layer: SupermaskLayer, rows: int) -> SupermaskLayer:
+def resized(layer: Any, rows: int) -> Any:
     """A copy of a table with other rows. In a ticket a new row keeps all of its weights."""
     if layer.shape != tuple(layer.body.shape):
         raise RuntimeError("a ternary table cannot be resized; resize the ticket, then call to_ternary()")
@@ -35,7 +35,7 @@ def resized(layer: SupermaskLayer, rows: int) -> SupermaskLayer:
     new: Any = type(layer)([replace(tensor, shape=(rows, tensor.shape[1]))], **options)
     new = new.to(layer.body.device, layer.body.dtype).train(layer.training)
     if isinstance(layer, ScoresLayer):
-        new.scores[:both] = layer.scores[:both]
+        new.stored()[0][:both] = layer.stored()[0][:both]
     elif isinstance(layer, TicketLayer) and layer.kind == "masked":
         mask = unpack_mask(layer.packed_mask(tensor).cpu().numpy(), tensor.shape)[:rows]
         more = np.ones((rows - both, tensor.shape[1]), bool)

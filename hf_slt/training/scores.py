@@ -15,6 +15,7 @@ Importing this module teaches `hf_slt.model` to build models with scores.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,6 +42,7 @@ class ScoresLayer(DrawnLayer):
     """A drawn weight under the mask of its scores; each tensor is ranked by itself."""
 
     body_name = "drawn"
+    drawn: Any
 
     def __init__(self, tensors: Sequence[TensorSpec]) -> None:
         super().__init__(tensors)

@@ -75,8 +75,8 @@ def keep_by_sample(flat: Tensor, count: int, rank: Callable[[Tensor], Tensor] = 
     for low, high in _brackets(flat, count, rank):
         mask = _keep_between(flat, count, rank, low, high)
         if mask is not None:
-            break
-    return mask  # the last bracket holds everything
+            return mask
+    raise AssertionError("the last bracket holds everything")
 
 
 def _brackets(flat: Tensor, count: int, rank: Callable) -> Iterator[tuple[float, float]]:
