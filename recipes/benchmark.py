@@ -207,7 +207,7 @@ TRICK_SIZES = {
 TRICKS: dict[str, list[tuple]] = {  # what stands in the place of what
     "the loss in pieces": [(LOSSES, "scores", ForCausalLMLoss)],
     "the gradient of scores in pieces": [(scores, "_times_in_pieces", scores._times)],
-    "rows of the table looked up alone": [(ScoresEmbedding, "forward", Embedding.forward)],
+    "rows of a lookup added to the gradient of the logits": [(ScoresEmbedding, "forward", Embedding.forward)],
     "a tied table masked once": [(ScoresEmbedding, "made_once", Embedding.made_once)],
 }
 

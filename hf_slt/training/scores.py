@@ -15,6 +15,7 @@ Importing this module teaches `hf_slt.model` to build models with scores.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,9 @@ from ..model.random_weights import TensorSpec, draw
 from ..model.ticket import pack_mask
 from .loss import causal_lm_loss
 from .selection import RULES, keep_largest, kept_count, piece_size, traced_mask
+
+# The masked tables of the forward that this thread is in, if it shares them.
+_tables: ContextVar[dict[nn.Module, Tensor] | None] = ContextVar("tables", default=None)
 
 
 class ScoresLayer(DrawnLayer):
@@ -75,10 +79,12 @@ class ScoresLayer(DrawnLayer):
 
     def masked_weight(self) -> Tensor:
         """The weight that this layer computes with, differentiable in its scores."""
+        self._make_current()
         scores = self.stored()
         if not self._is_traced():
-            return MaskedWeight.apply(self._product(), self.drawn, self.rule.slope, *scores)
-        self._make_current()
+            with torch.no_grad():
+                masked = apply_mask(self.drawn, self.masks())
+            return MaskedWeight.apply(masked, self.drawn, self.rule.slope, *scores)
         factors = torch.cat([self._traced_factor(one) for one in scores], -1)
         return self.drawn * factors.to(self.drawn.dtype)
 
@@ -89,11 +95,6 @@ class ScoresLayer(DrawnLayer):
         """
         plain = not all(isinstance(scores, nn.Parameter) for scores in self.stored())
         return plain or torch.compiler.is_compiling()
-
-    @torch.no_grad()
-    def _product(self) -> Tensor:
-        self._make_current()
-        return apply_mask(self.drawn, self.masks())
 
     def _traced_factor(self, scores: Tensor) -> Tensor:
         """The mask as a number whose derivative is that of the rank: x - x is 0, but has a gradient."""
@@ -140,39 +141,11 @@ class MaskedWeight(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         drawn, *scores = ctx.saved_tensors
+        grad = grad.to_dense() if grad.is_sparse else grad  # of a table that was only looked up
         widths = [one.shape[-1] for one in scores]
         parts = zip(grad.split(widths, -1), drawn.split(widths, -1), scores, strict=True)
         multiply = _times if torch.is_grad_enabled() else _times_in_pieces  # it may be differentiated again
         return None, None, None, *(multiply(g, w, s, ctx.slope) for g, w, s in parts)
-
-
-class MaskedRows(torch.autograd.Function):
-    """Rows of a masked table by their numbers: `F.embedding` of MaskedWeight, with the same gradient.
-
-    But only the rows that were looked up have one, so only these are multiplied in the backward.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(ids: Tensor, masked: Tensor, drawn: Tensor, slope: Callable, scores: Tensor) -> Tensor:
-        return F.embedding(ids, masked)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output) -> None:
-        ids, _, drawn, ctx.slope, scores = inputs
-        ctx.save_for_backward(ids, drawn, scores)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        ids, drawn, scores = ctx.saved_tensors
-        table = torch.ops.aten.embedding_dense_backward(grad, ids, len(drawn), -1, False)
-        if torch.is_grad_enabled():  # it may be differentiated again
-            return None, None, None, None, _times(table, drawn, scores, ctx.slope)
-        result = table.to(scores.dtype)
-        # A row that was looked up twice is written twice, the same.
-        result[ids] = _times(table[ids], drawn[ids], scores[ids], ctx.slope)
-        return None, None, None, None, result
 
 
 def _times(gradient: Tensor, drawn: Tensor, scores: Tensor, slope: Callable) -> Tensor:
@@ -254,31 +227,31 @@ class ScoresLinear(ScoresLayer, Linear):
 class ScoresEmbedding(ScoresLayer, Embedding):
     """A table whose mask is learned."""
 
-    _shared: list[Tensor] | None = None  # within `made_once`: the product, as soon as there is one
-
     def forward(self, input: Tensor, unembed: bool = False) -> Tensor:
-        if unembed or self._is_traced():
+        # The logits give a shared table a gradient of full size: the few rows of a lookup are added to it,
+        # rather than spread over a table of zeros first.
+        if unembed or _tables.get() is None or self._is_traced():
             return super().forward(input, unembed)
-        return MaskedRows.apply(input, self._product(), self.drawn, self.rule.slope, self.scores)
+        return F.embedding(input, self.masked_weight(), sparse=True)
 
-    def made_once(self) -> AbstractContextManager:
-        return nullcontext() if torch.compiler.is_compiling() else self._sharing()
+    def masked_weight(self) -> Tensor:
+        tables = None if torch.compiler.is_compiling() else _tables.get()
+        if tables is None:
+            return super().masked_weight()
+        if self not in tables:
+            tables[self] = super().masked_weight()
+        return tables[self]
 
     @contextmanager
     def _sharing(self) -> Iterator[None]:
-        self._shared = []
+        before = _tables.set({})
         try:
             yield
         finally:
-            self._shared = None
+            _tables.reset(before)
 
-    def _product(self) -> Tensor:
-        shared = self._shared  # another thread may end its own forward meanwhile
-        if shared is None:
-            return super()._product()
-        if not shared:
-            shared.append(super()._product())
-        return shared[0]
+    def made_once(self) -> AbstractContextManager:
+        return nullcontext() if torch.compiler.is_compiling() else self._sharing()
 
 
 class ScoresHead(ScoresLayer, Head):

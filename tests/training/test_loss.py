@@ -1,15 +1,15 @@
-"""The loss in pieces is transformers' own loss: the same bits, and the same derivatives of all kinds."""
+"""The loss in pieces is transformers' own loss, up to rounding, with the same derivatives of all kinds."""
 
 import pytest
 import torch
-from cases import assert_same_values, gradients, tiny_config
+from cases import gradients, tiny_config
 from torch.func import functional_call, grad, jvp, vmap
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from hf_slt import SupermaskGPT2LMHeadModel
 from hf_slt.training import loss as loss_module
 from hf_slt.training import selection
-from hf_slt.training.loss import CrossEntropy, causal_lm_loss
+from hf_slt.training.loss import TokenLosses, causal_lm_loss
 
 VOCABULARY = 37
 
@@ -29,6 +29,14 @@ def example(dtype=torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
     return logits.to(dtype), labels
 
 
+def spy(monkeypatch) -> list[int]:
+    """Grows with every loss that is computed in pieces."""
+    used: list[int] = []
+    apply = TokenLosses.apply
+    monkeypatch.setattr(TokenLosses, "apply", lambda *inputs: used.append(1) or apply(*inputs))
+    return used
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "options",
@@ -41,14 +49,11 @@ def example(dtype=torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
     ],
     ids=str,
 )
-def test_the_same_bits_as_transformers(dtype, options, monkeypatch):
+def test_the_same_loss_as_transformers(dtype, options, monkeypatch):
     logits, labels = example(dtype)
     if "ignore_index" in options:
         labels = labels.clamp_min(0)
-    used = []
-    monkeypatch.setattr(
-        CrossEntropy, "apply", lambda *a, apply=CrossEntropy.apply: used.append(1) or apply(*a)
-    )
+    used = spy(monkeypatch)
     results = []
     for function in (causal_lm_loss, ForCausalLMLoss):
         leaf = logits.clone().requires_grad_()
@@ -58,9 +63,10 @@ def test_the_same_bits_as_transformers(dtype, options, monkeypatch):
     assert used == [1]
     (ours, slope), (theirs, their_slope) = results
     assert ours.dtype == theirs.dtype == torch.float32
-    assert torch.equal(ours, theirs)
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
     assert slope.dtype == dtype
-    assert torch.equal(slope, their_slope)
+    step = torch.finfo(dtype).eps
+    torch.testing.assert_close(slope, their_slope, rtol=8 * step, atol=step / 8)
 
 
 def test_nothing_to_predict_is_nan_as_in_torch():
@@ -100,14 +106,15 @@ def test_derivatives_of_all_kinds(options):
 def test_the_model_uses_it_and_a_loss_of_ones_own_replaces_it(monkeypatch):
     model = SupermaskGPT2LMHeadModel(tiny_config())
     monkeypatch.setattr(selection, "_PIECE", model.config.vocab_size)
+    used = spy(monkeypatch)
     ids = torch.arange(32).view(2, 16)
     ours, slopes = model(ids, labels=ids).loss, gradients(model, input_ids=ids, labels=ids)
-    assert ours.grad_fn.name() == "CrossEntropyBackward"
+    assert used
     compiled = torch.compile(model, backend="aot_eager")(ids, labels=ids).loss  # by torch's own operator
     torch.compiler.reset()
     model.loss_function = ForCausalLMLoss
-    assert torch.equal(ours, model(ids, labels=ids).loss)
-    assert_same_values(gradients(model, input_ids=ids, labels=ids), slopes)
+    torch.testing.assert_close(ours, model(ids, labels=ids).loss, rtol=1e-6, atol=0)
+    torch.testing.assert_close(gradients(model, input_ids=ids, labels=ids), slopes, rtol=1e-4, atol=1e-8)
     assert torch.equal(compiled, torch.compile(model, backend="aot_eager")(ids, labels=ids).loss)
 
 
