@@ -133,7 +133,7 @@ class PopupLinear(ScoresLinear):
 
 
 class PopupEmbedding(ScoresEmbedding):
-    masked_weight = PopupLinear.masked_weight
+    masked_weight, forward = PopupLinear.masked_weight, Embedding.forward
 
 
 def edge_popup_twin(config: SupermaskGPT2Config) -> SupermaskGPT2LMHeadModel:
