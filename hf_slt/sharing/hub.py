@@ -19,11 +19,11 @@ from ..model.ticket import (
     INDEX_FILE,
     MASK_FILE,
     MODEL_FILE,
-    WEIGHT_FILES,
     TicketError,
     read_header,
 )
 from .card import CARD_FILE, FIGURES, write_card
+from .files import WEIGHT_FILES, is_own_file
 from .saving import rewrite_ticket
 from .verify import mask_path, verified_ticket
 
@@ -125,7 +125,7 @@ def push_model(model: Any, repo_id: str, *, encoding: str = "packed", **options:
         if model.name_or_path and mask_path(origin).is_file():
             same = read_header(mask_path(origin)).mask_digest == header.mask_digest
             for name in [*TOKENIZER_FILES, *([CARD_FILE, *FIGURES] if same else [])]:
-                if (origin / name).is_file():
+                if is_own_file(origin / name):
                     shutil.copyfile(origin / name, Path(folder) / name)
         return push_ticket(folder, repo_id, encoding=encoding, **options)
 

@@ -237,7 +237,7 @@ def test_damage_is_named_by_verify_and_by_from_pretrained(folder, damage):
         return
     with pytest.raises(TicketError, match=message):
         verify_ticket(folder)
-    with pytest.raises(TicketError if damage != "no file" else OSError, match=message):
+    with pytest.raises(TicketError, match=message):
         AutoModelForCausalLM.from_pretrained(folder)
 
 
@@ -287,7 +287,7 @@ def test_masks_without_their_metadata_are_refused(folder):
     save_file(arrays, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "mask.safetensors").unlink()
     (folder / "model.safetensors.index.json").unlink()
-    with pytest.raises(TicketError, match=r"is of a ticket, but no masks lie beside it"):
+    with pytest.raises(TicketError, match=r"is of a ticket, but no masks"):
         AutoModelForCausalLM.from_pretrained(folder)
 
 
@@ -313,23 +313,6 @@ def test_a_failed_save_leaves_the_old_ticket_whole(model, folder, monkeypatch):
         make(**ODD, seed=9).save_ticket(folder)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     assert [path.name for path in folder.parent.iterdir()] == ["ticket"]
-
-
-def test_a_save_cut_between_two_files_is_noticed(folder, monkeypatch):
-    replace, calls = os.replace, []
-
-    def cut(source, target):
-        calls.append(Path(target).name)
-        if Path(target).name == "config.json":
-            raise KeyboardInterrupt
-        replace(source, target)
-
-    monkeypatch.setattr("hf_slt.sharing.files.os.replace", cut)
-    with pytest.raises(KeyboardInterrupt):
-        make(**ODD, seed=9).save_ticket(folder)
-    assert calls[-1] == "config.json"
-    with pytest.raises(TicketError, match=r"made for seed=9, but config\.json says 7"):
-        verify_ticket(folder)
 
 
 def test_staged_refuses_a_file_and_keeps_strangers(tmp_path):
