@@ -326,7 +326,7 @@ def _read(path: Path, most: int) -> tuple[bytes, int]:
         if not stat.S_ISREG(found.st_mode):  # a device has no end, and a pipe waits for ever
             raise TicketError(f"{path}: not a regular file; {AGAIN}")
         with open(path, "rb") as file:
-            return file.read(most), found.st_size
+            return file.read(min(most, found.st_size)), found.st_size
     except OSError as error:
         reason = "no such file" if isinstance(error, FileNotFoundError) else error.strerror
         raise TicketError(f"{path}: {reason}; the ticket is incomplete") from None

@@ -9,6 +9,7 @@ from kills import kills, loads_as, logits_of, make_model, plans, run_killed, sto
 
 from hf_slt import SupermaskGPT2LMHeadModel, TicketError, verify_ticket
 from hf_slt.model.ticket import next_folder
+from hf_slt.sharing import hub
 from hf_slt.sharing.files import replacing, staged
 from hf_slt.sharing.saving import rewrite_ticket
 
@@ -162,6 +163,22 @@ def test_links_of_a_folder_are_not_copied(tmp_path):
     (snapshot / "README.md").symlink_to(tmp_path / "secret")
     rewrite_ticket(snapshot, tmp_path / "cached")
     assert names(tmp_path / "cached") == names(tmp_path / "packed")
+
+
+def test_links_of_a_folder_are_not_pushed(tmp_path, monkeypatch):
+    (tmp_path / "secret").write_text("secret")
+    folder, pushed = tmp_path / "ticket", {}
+    MODELS["one"].save_ticket(folder)
+    (folder / "README.md").symlink_to(tmp_path / "secret")
+    (folder / "tokenizer.json").symlink_to(tmp_path / "secret")
+    (folder / "vocab.json").write_text("{}")
+    model = SupermaskGPT2LMHeadModel.from_pretrained(folder)
+    monkeypatch.setattr(
+        hub, "push_ticket", lambda stage, name, **options: pushed.update({name: names(Path(stage))})
+    )
+    hub.push_model(model, "me/ticket")
+    assert "vocab.json" in pushed["me/ticket"]
+    assert not pushed["me/ticket"] & {"README.md", "tokenizer.json"}
 
 
 def test_files_laid_where_a_save_puts_its_own_are_checked_like_all(tmp_path):
