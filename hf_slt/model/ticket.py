@@ -51,8 +51,7 @@ DECODERS: dict[str, Callable] = {}  # of encodings that need a library; the pack
 CODED_KEY = "coded_masks"  # where all masks stand in an entropy-coded file
 SCALES = "_scales"  # after the key of quantised values: where the scales of their rows stand
 _LONGEST_JSON = 64 << 20  # bytes; a header of a thousand tensors takes one
-# What a byte of a file may stand for; a mask of density 0.003 takes 1 / 250 of a byte a weight.
-_MOST_WEIGHTS = 256
+_MOST_WEIGHTS = 512  # that a byte of a file may stand for; in a coded mask of density 0.0015 it is 500
 _DTYPES = {"uint8": "U8", "int8": "I8", "float16": "F16", "float32": "F32"}  # as safetensors names them
 AGAIN = "download or copy the file again"  # the cure of all damage
 _KNOWN: dict[str, tuple] = {"format_version": (FORMAT_VERSION,), "encoding": ENCODINGS, "rule": RULES}
@@ -165,7 +164,7 @@ def mask_digest(tensors: Mapping[str, Entry]) -> str:
 
 
 def sha256(text: str | bytes) -> str:
-    data = text.encode(errors="surrogatepass") if isinstance(text, str) else text
+    data = text if isinstance(text, bytes) else text.encode(errors="surrogatepass")
     return hashlib.sha256(data).hexdigest()
 
 
@@ -211,9 +210,8 @@ def next_folder(folder: Path, config: Path | None = None) -> Path:
     return folder / (NEXT + sha256(read_bytes(config) if config.exists() else b"")[:16])
 
 
-def read_header(path: str | os.PathLike) -> Header:
+def read_header(path: Path) -> Header:
     """The metadata of a mask file, checked in full against the file's own table; reads no tensor."""
-    path = Path(path)
     metadata, table = read_table(path)
     text = metadata.get(METADATA_KEY)
     if not isinstance(text, str):
@@ -224,7 +222,7 @@ def read_header(path: str | os.PathLike) -> Header:
     entries = header.tensors.values()
     described = sum(one.size / 8 if one.kind == "frozen" else one.size for one in entries)
     if described > _MOST_WEIGHTS * (size := path.stat().st_size):
-        raise TicketError(f"{path}: {described:.0f} weights are more than {size} bytes can describe; {AGAIN}")
+        raise TicketError(f"{path}: {described:.0f} weights in {size} bytes: too many; pack it, or {AGAIN}")
     found = {key: (tuple(one["shape"]), one.get("dtype")) for key, one in table.items()}
     wanted = {
         key: (shape, _DTYPES[str(dtype)])
@@ -380,9 +378,9 @@ def _parse_header(path: Path, facts: dict[str, Any]) -> Header:
         if (type(header.seed), type(header.mask_digest)) != (int, str):
             raise ValueError(f"seed {header.seed!r}, mask_digest {header.mask_digest!r}")
         config = SupermaskGPT2Config.from_dict(dict(header.config))
-        for key, value in {"seed": header.seed, "rule": header.rule, "density": header.density}.items():
-            if getattr(config, key) != value:
-                raise ValueError(f"{key} {value!r}, but {getattr(config, key)!r} in the configuration")
+        for key in ("seed", "rule", "density", "mask_digest"):
+            if (one := getattr(header, key)) != (other := getattr(config, key)):
+                raise ValueError(f"{key} {one!r}, but {other!r} in the configuration")
         if config.state != "ticket":
             raise ValueError(f"state {config.state!r}, not 'ticket'")
         check_tensors(header, config)
@@ -409,7 +407,9 @@ def check_tensors(header: Header, config: SupermaskGPT2Config, *, sizes: bool = 
         kept = range(entry.size + 1) if kind == "masked" else [None]
         if entry.kept not in kept or type(entry.kept) not in (int, type(None)):
             raise ValueError(f"{name} keeps {entry.kept} of {entry.size} weights")
-        if [type(one) is str for one in (entry.key, entry.data_sha256)] != [kind != "frozen"] * 2:
+        mask = f"{name}_mask" if name.endswith(("query", "key", "value")) else f"{name}.mask"
+        place = {"masked": mask, "trained": f"{name}.weight", "frozen": None}[kind]
+        if entry.key not in (place, f"transformer.{place}") or (entry.data_sha256 is None) != (place is None):
             raise ValueError(f"{name} has key {entry.key!r} and digest {entry.data_sha256!r}")
 
 

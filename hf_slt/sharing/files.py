@@ -16,6 +16,7 @@ not fit, and loads again; it is never given a mixture.
 """
 
 import glob
+import logging
 import os
 import re
 import shutil
@@ -29,6 +30,7 @@ try:
 except ImportError:  # not on this operating system
     fcntl = None  # type: ignore[assignment]
 
+logger = logging.getLogger(__name__)
 # Of these, what a new save does not write is of an older one, and would be loaded in its place.
 WEIGHT_FILES = r"mask\.safetensors|model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json"
 
@@ -79,6 +81,14 @@ def is_own_file(path: Path) -> bool:
     """
     blobs = path.parent.resolve().parent.parent / "blobs"
     return path.is_file() and (not path.is_symlink() or path.resolve().parent == blobs)
+
+
+def copy_own_file(path: Path, folder: Path) -> None:
+    """Copy a file, if it is there, into a folder; a link is named in a warning, and not copied."""
+    if is_own_file(path):
+        shutil.copyfile(path, folder / path.name)
+    elif path.is_file():
+        logger.warning(f"{path} is a link, and is not copied; put the file itself in its place")
 
 
 def _switch(stage: Path, target: Path) -> None:

@@ -6,7 +6,6 @@ model -> describe: header and arrays -> write_masks -> mask.safetensors, index; 
 import copy
 import json
 import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -35,11 +34,12 @@ from ..model.ticket import (
     Ticket,
     count_bits,
     mask_digest,
+    read_header,
     read_json,
     sha256,
 )
 from .entropy import encode_masks
-from .files import is_own_file, staged
+from .files import copy_own_file, staged
 from .verify import verified_ticket
 
 AUTO_MAP = {
@@ -171,8 +171,8 @@ def rewrite_ticket(
     with staged(target) as stage:
         if target.resolve() != source.resolve():
             for path in source.iterdir():
-                if is_own_file(path) and path.name not in (MASK_FILE, MODEL_FILE, INDEX_FILE, CONFIG_FILE):
-                    shutil.copyfile(path, stage / path.name)
+                if path.name not in (MASK_FILE, MODEL_FILE, INDEX_FILE, CONFIG_FILE):
+                    copy_own_file(path, stage)
         write_masks(stage, header, arrays)
         (stage / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     return header
@@ -207,6 +207,7 @@ def write_masks(
     text = json.dumps(asdict(header), sort_keys=True)
     metadata = {"format": "pt", METADATA_KEY: text, DIGEST_KEY: sha256(text)}
     (directory / file_name).write_bytes(_in_order(save(stored, metadata)))
+    read_header(directory / file_name)  # nothing is saved that would not load
     if file_name == MODEL_FILE:
         return  # transformers looks there without being told
     index = {

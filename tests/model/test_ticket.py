@@ -297,7 +297,7 @@ DAMAGES = {
     "many layers": (lambda folder: edit_both(folder, {"n_layer": 10**9}), "layers"),
     "many labels": (lambda folder: edit_both(folder, {"num_labels": 10**9}), "num_labels"),
     "a large frozen tensor more": (lambda f: rewrite(f, lambda a: None, add_frozen), "h.9.mlp.c_fc"),
-    "huge masks that keep nothing": (huge_and_empty, "more than .* bytes can describe"),
+    "huge masks that keep nothing": (huge_and_empty, "too many"),
     "an infinite scale": (
         lambda f: rewrite(
             f, lambda a: None, lambda facts: facts["tensors"]["wte"].update(scale=float("inf"))

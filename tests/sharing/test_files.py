@@ -140,7 +140,7 @@ def test_a_link_in_the_way_is_replaced_and_not_followed(tmp_path):
     assert loads_as(folder, LOGITS) == "one"
 
 
-def test_links_of_a_folder_are_not_copied(tmp_path):
+def test_links_of_a_folder_are_not_copied(tmp_path, caplog):
     """A stranger's README.md may lead to anything of the user's; pack and push would publish it."""
     (tmp_path / "secret").write_text("secret")
     folder = tmp_path / "ticket"
@@ -148,6 +148,7 @@ def test_links_of_a_folder_are_not_copied(tmp_path):
     (folder / "README.md").symlink_to(tmp_path / "secret")
     (folder / "notes.txt").write_text("mine")
     rewrite_ticket(folder, tmp_path / "packed")
+    assert "README.md is a link, and is not copied" in caplog.text
     assert names(tmp_path / "packed") == names(folder) - {"README.md"}
     # In the cache of the Hub every file is a link, to the folder of all contents of this repository.
     snapshot, blobs = (
