@@ -18,7 +18,7 @@ from .sharing.entropy import decode_masks
 from .sharing.export import merge_and_unload, to_ternary
 from .sharing.hub import push_model
 from .sharing.mask_algebra import combine_tickets, compare_tickets, ticket_of_masks
-from .sharing.saving import save_pretrained, save_ticket
+from .sharing.saving import save_pretrained, save_ticket, to_ticket
 from .sharing.verify import verify_ticket
 from .training.resizing import resize_token_embeddings  # and with it the layers that learn
 
@@ -44,6 +44,7 @@ TOOLS |= {
     "save_pretrained": save_pretrained,
     "save_ticket": save_ticket,
     "to_ternary": to_ternary,
+    "to_ticket": to_ticket,
 }
 AutoConfig.register(SupermaskGPT2Config.model_type, SupermaskGPT2Config)
 SupermaskGPT2Config.register_for_auto_class()  # for the Hub as well: the code travels with every save

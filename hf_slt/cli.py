@@ -340,9 +340,7 @@ def _print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 def merge(args: argparse.Namespace) -> None:
     """Write the masked weights as stock GPT-2, with the tokenizer if there is one."""
-    import shutil
-
-    from .sharing.files import staged
+    from .sharing.files import copy_own_file, staged
     from .sharing.hub import TOKENIZER_FILES, fetch_ticket
 
     folder = fetch_ticket(args.ticket, revision=args.revision, token=args.token)
@@ -350,8 +348,7 @@ def merge(args: argparse.Namespace) -> None:
     with staged(args.output) as stage:
         stock.save_pretrained(stage)
         for name in TOKENIZER_FILES:
-            if (folder / name).is_file():
-                shutil.copyfile(folder / name, stage / name)
+            copy_own_file(folder / name, stage)
     print(f"{args.output}: {type(stock).__name__}, {stock.num_parameters():,} parameters")
 
 

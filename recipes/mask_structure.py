@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
+from hf_slt.model.random_weights import draw
 from hf_slt.model.ticket import Header, read_ticket
 from hf_slt.sharing.card import entropy_bits
 from hf_slt.sharing.entropy import encode_masks
@@ -78,7 +79,8 @@ def neighbours(mask: np.ndarray) -> np.ndarray:
 
 def measure(header: Header, name: str, mask: np.ndarray) -> dict[str, float]:
     """Bits of one mask under each model."""
-    sign = (header.draw(name) > 0).astype(int)
+    entry = header.tensors[name]
+    sign = (draw(header.seed, name, entry.shape, entry.law, entry.scale) > 0).astype(int)
     models: dict[str, Callable[[], np.ndarray]] = {
         "rows": lambda: rows(mask),
         "columns": lambda: columns(mask),
@@ -87,7 +89,7 @@ def measure(header: Header, name: str, mask: np.ndarray) -> dict[str, float]:
         "rows x sign": lambda: 2 * rows(mask) + sign,
         "columns x sign": lambda: 2 * columns(mask) + sign,
     }
-    bound = entropy_bits(header.tensors[name])
+    bound = entropy_bits(entry)
     bits = {model: min(bound, SIDE_BITS + grouped_bits(mask, groups())) for model, groups in models.items()}
     bits["rows or columns"] = min(bits["rows"], bits["columns"])
     bits["rows or columns x sign"] = min(bits["rows x sign"], bits["columns x sign"])

@@ -16,6 +16,7 @@ from typing import Literal
 
 from huggingface_hub.dataclasses import strict
 from transformers import GenerationConfig, GPT2Config
+from transformers.activations import ACT2FN
 from transformers.utils import logging
 
 from .quantisation import BITS
@@ -35,6 +36,14 @@ RULES = ("edge_popup",)
 EMBEDDINGS = ("wte", "wpe", "lm_head")  # an untied head follows the embeddings
 HEADS = ("lm_head", "score")  # a ticket that was trained with another head may lack them
 _GPT2_WIDTH = 768  # the width that GPT-2's initializer_range of 0.02 was made for
+
+
+class SLTError(ValueError):
+    """Something the user can mend; the message names the value and the cure."""
+
+
+class TicketError(SLTError):
+    """A ticket is damaged, incomplete, of another backbone or of an unknown version."""
 
 
 def _option(default, text: str):
@@ -93,6 +102,8 @@ class SupermaskGPT2Config(GPT2Config):
 
     def __post_init__(self, **kwargs):
         _refuse_unknown(type(self), kwargs)
+        if (kwargs.get("num_labels") or 0) > 1 << 20:  # transformers makes a name for each
+            raise ValueError(f"num_labels {kwargs['num_labels']} is more than a million")
         super().__post_init__(**kwargs)
         self.check()
 
@@ -100,12 +111,16 @@ class SupermaskGPT2Config(GPT2Config):
     def from_dict(cls, config_dict: dict, **kwargs):
         """As in transformers. A key of a file that is no option is kept, with a warning, not an error."""
         extras = {name: value for name, value in config_dict.items() if name not in _known(cls)}
-        for name in extras:
-            logger.warning(f"the configuration holds {name!r}, which is no option of SupermaskGPT2Config")
         known = {name: value for name, value in config_dict.items() if name not in extras}
-        loaded = super().from_dict(known, **kwargs)
-        for name, value in extras.items():
-            setattr(loaded[0] if isinstance(loaded, tuple) else loaded, name, value)
+        try:
+            loaded = super().from_dict(known, **kwargs)
+            for name, value in extras.items():
+                logger.warning(f"the configuration holds {name!r}, which is no option of SupermaskGPT2Config")
+                if hasattr(cls, name):
+                    raise ValueError(f"{name!r} is no option, and is needed for other things")
+                setattr(loaded[0] if isinstance(loaded, tuple) else loaded, name, value)
+        except Exception as error:  # of any kind, as a stranger's file can raise them
+            raise TicketError(f"a configuration that no model can have: {error}") from error
         return loaded
 
     def check(self) -> None:
@@ -115,19 +130,23 @@ class SupermaskGPT2Config(GPT2Config):
         _one_of("embedding", self.embedding, ("masked", "frozen", "trained"))
         _one_of("state", self.state, ("scores", "ticket"))
         _one_of("rule", self.rule, RULES)
+        _one_of("activation_function", self.activation_function, tuple(ACT2FN))
         _one_of("embedding_bits", self.embedding_bits, (32, *BITS))
         if self.embedding_bits != 32 and self.embedding != "trained":
+            bits, cure = self.embedding_bits, "give embedding='trained' as well"
             raise ValueError(
-                f"embedding_bits {self.embedding_bits} is for trained embeddings, but embedding is "
-                f"{self.embedding!r}; give embedding='trained' as well"
+                f"embedding_bits {bits} is for trained embeddings, not {self.embedding!r}; {cure}"
             )
         if self.weight_generator != GENERATOR:
-            raise ValueError(
-                f"weight_generator {self.weight_generator!r} is not {GENERATOR!r}, the one of this version "
-                "of hf_slt: its weights cannot be drawn here; install the version that made the ticket"
-            )
+            cure = "install the version of hf_slt that made the ticket"
+            raise ValueError(f"weight_generator {self.weight_generator!r} is not {GENERATOR!r}; {cure}")
+        if not getattr(self.dtype, "is_floating_point", self.dtype is None):
+            raise ValueError(f"dtype {self.dtype} is none that a model computes in; give one of float")
         if not 0 < self.density <= 1:
             raise ValueError(f"density {self.density} is not in (0, 1]: it is the fraction of weights kept")
+        for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} {getattr(self, name)} is not in 0 .. 1: it is a probability")
         if not 0 <= self.seed < 2**64:
             raise ValueError(f"seed {self.seed} is not in 0 .. 2**64 - 1")
         if isinstance(self.qk_scale, str) and self.qk_scale != "paper":

@@ -12,7 +12,7 @@ is, in a ticket (`config.state == "ticket"`) or while it learns (`"scores"`), is
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,6 @@ from transformers import (
     GPT2ForSequenceClassification,
     GPT2LMHeadModel,
     GPT2Model,
-    PreTrainedModel,
 )
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
@@ -148,8 +147,6 @@ def _layer_norm(config: SupermaskGPT2Config) -> nn.Module:
 class SupermaskGPT2PreTrainedModel(NamedMasks, TicketPreTrainedModel):
     """What all supermask GPT-2 models share: what transformers should know of them."""
 
-    config: SupermaskGPT2Config
-    _stock_class: ClassVar[type[PreTrainedModel]]
     base_model_prefix = "transformer"
     input_modalities = "text"
     supports_gradient_checkpointing = True

@@ -6,7 +6,8 @@
     model.set_mask(None)                      # no mask: every random weight is kept
 
 The mask in use is in the buffers of the layers and nowhere else, so it cannot be out of date; the others
-rest here, packed. One thread at a time switches; a switch that fails or is interrupted is undone.
+rest here, packed. A switch that fails or is interrupted is undone. Threads may call all of these at once, one
+waits for the other; but none may compute with the model while another switches.
 """
 
 import json
@@ -24,6 +25,9 @@ from .configuration_supermask_gpt2 import SupermaskGPT2Config
 from .layers import full_mask
 from .ticket import LOADING_KEYS, Ticket, TicketError, find_mask_file, read_ticket
 
+# What may differ between two masks of one backbone: also the masks, and what is done with the output.
+_FREE = LOADING_KEYS | set("density rule state dtype id2label label2id problem_type return_dict".split())
+_FREE |= set("output_hidden_states output_attentions bos_token_id eos_token_id pad_token_id".split())
 _SWITCHING = threading.RLock()  # of all models: a lock of its own would keep a model from being copied
 
 
@@ -32,10 +36,9 @@ def backbone_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> li
 
     The tensors of a ticket are those that its configuration implies; so the configurations tell all.
     """
-    free = LOADING_KEYS | {"density", "rule", "state"}
     return [
         f"{key} {one.get(key)!r} and {other.get(key)!r}"
-        for key in sorted((one.keys() | other.keys()) - free)
+        for key in sorted((one.keys() | other.keys()) - _FREE)
         if one.get(key) != other.get(key)
     ]
 
@@ -101,7 +104,8 @@ class NamedMasks:
         ticket = read_fitting_ticket(source, json.loads(self.config.to_json_string()), **options)
         stored = {tensor: torch.from_numpy(array) for tensor, array in ticket.arrays.items()}
         header = ticket.header
-        self._resting_masks[name] = _Mask(stored, header.density, header.rule, header.mask_digest)
+        with _SWITCHING:
+            self._resting_masks[name] = _Mask(stored, header.density, header.rule, header.mask_digest)
 
     def set_mask(self, name: str | None) -> None:
         """Put a mask in use, by name; None keeps every weight. Weights are drawn again in place."""
@@ -119,23 +123,25 @@ class NamedMasks:
                 if data is not None
             }
             before = _Mask(stored, config.density, config.rule, config.mask_digest)
+            active, resting = self._active_mask, self._resting_masks
+            masks = resting if active is None else {**resting, active: before}
             try:
-                self._put(_Mask({}, 1.0, config.rule, None) if name is None else self._resting_masks[name])
+                self._put(_Mask({}, 1.0, config.rule, None) if name is None else resting[name])
+                self._resting_masks = {other: mask for other, mask in masks.items() if other != name}
+                self._active_mask = name
             except BaseException:
                 self._put(before)
+                self._active_mask, self._resting_masks = active, resting
                 raise
-            if self._active_mask is not None:
-                self._resting_masks[self._active_mask] = before
-            self._resting_masks.pop(name, None)  # type: ignore[arg-type]
-            self._active_mask = name
 
     def delete_mask(self, name: str) -> None:
         """Forget a mask; the one in use cannot be."""
-        if name == self._active_mask:
-            raise ValueError(f"mask {name!r} is in use; set_mask to another, or to None, first")
-        if name not in self._resting_masks:
-            raise ValueError(f"no mask {name!r}; there are {self.mask_names}")
-        del self._resting_masks[name]
+        with _SWITCHING:
+            if name == self._active_mask:
+                raise ValueError(f"mask {name!r} is in use; set_mask to another, or to None, first")
+            if name not in self._resting_masks:
+                raise ValueError(f"no mask {name!r}; there are {self.mask_names}")
+            del self._resting_masks[name]
 
     @contextmanager
     def using_mask(self, name: str | None) -> Iterator[None]:
@@ -149,9 +155,7 @@ class NamedMasks:
 
     def _want_ticket(self) -> None:
         if self.config.state != "ticket":
-            raise ValueError(
-                "only a ticket has named masks; this model holds scores: model.to_ticket() makes one"
-            )
+            raise ValueError("a model of scores has no named masks: model.to_ticket() makes a ticket of it")
 
     @torch.no_grad()
     def _put(self, mask: _Mask) -> None:

@@ -6,7 +6,6 @@ Every ticket takes this one way in, however it is stored and with whatever mask:
 ticket's files itself, it is handed the arrays. What a model of scores needs is transformers' own.
 """
 
-import contextlib
 import copy
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -17,11 +16,13 @@ import numpy as np
 import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from .configuration_supermask_gpt2 import SupermaskGPT2Config
 from .layers import DrawnLayer, SupermaskLayer
 from .named_masks import read_fitting_ticket
 from .ticket import (
+    AGAIN,
     CONFIG_FILE,
     MASK_FILE,
     MODEL_FILE,
@@ -34,15 +35,10 @@ from .ticket import (
     read_json,
     read_ticket,
     unpack_mask,
+    weights_folder,
 )
 
 TOOLS: dict[str, Callable[..., Any]] = {}  # what the package adds: saving, pushing, merging
-AUTO_MAP = {
-    "AutoConfig": "configuration_supermask_gpt2.SupermaskGPT2Config",
-    "AutoModel": "modeling_supermask_gpt2.SupermaskGPT2Model",
-    "AutoModelForCausalLM": "modeling_supermask_gpt2.SupermaskGPT2LMHeadModel",
-    "AutoModelForSequenceClassification": "modeling_supermask_gpt2.SupermaskGPT2ForSequenceClassification",
-}
 _DOWNLOAD_OPTIONS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
 
 
@@ -87,12 +83,7 @@ class TicketPreTrainedModel(PreTrainedModel):
         else:
             super()._init_weights(module)
 
-    def resize_token_embeddings(
-        self,
-        new_num_tokens: int | None = None,
-        pad_to_multiple_of: int | None = None,
-        mean_resizing: bool = True,
-    ) -> nn.Module:
+    def resize_token_embeddings(self, new_num_tokens=None, pad_to_multiple_of=None, mean_resizing=True):
         """As in transformers, except that new rows are drawn like all others: a mean row has no seed."""
         rows, multiple = new_num_tokens or self.config.vocab_size, pad_to_multiple_of or 1
         return self._tool("resize_token_embeddings")(self, -(-rows // multiple) * multiple)
@@ -113,49 +104,21 @@ class TicketPreTrainedModel(PreTrainedModel):
 
     def to_ticket(self):
         """This model as a ticket, in memory: masks in place of scores."""
-        config = copy.deepcopy(self.config)
-        config.state, config.mask_digest = "ticket", None
-        with torch.device("meta"):
-            ticket = type(self)(config)
-        ticket.load_state_dict(
-            {
-                f"{path}.{layer.key(tensor)}": torch.tensor(data)
-                for path, layer in self.supermask_layers()
-                for tensor, data in zip(layer.tensors, layer.data(), strict=True)
-                if data is not None
-            },
-            assign=True,
-        )
-        for _, layer in ticket.supermask_layers():
-            layer._is_hf_initialized = True  # else transformers would fill it anew
-        if self.can_generate():
-            ticket.generation_config = copy.deepcopy(self.generation_config)
-        return ticket.to(self.device, self.dtype).eval()  # type: ignore[arg-type]
+        return self._tool("to_ticket")(self)
 
     # -- out: by tools of the package, which do not travel ---------------------------------------
 
-    def save_pretrained(
-        self,
-        save_directory: str | os.PathLike,
-        is_main_process: bool = True,
-        push_to_hub: bool = False,
-        **kwargs,
-    ) -> None:
+    def save_pretrained(self, save_directory, is_main_process=True, push_to_hub=False, **kwargs) -> None:
         """As in transformers, but atomic: the scores to go on from, or the ticket if this is one."""
         self._tool("save_pretrained")(self, save_directory, is_main_process, push_to_hub, **kwargs)
 
     def save_ticket(self, save_directory: str | os.PathLike, *, encoding: str = "packed") -> Any:
-        """Write config, masks and the code that loads them, and return the header; no weight is inside.
-
-        encoding: `"packed"`, one bit a weight, or `"entropy"`, smaller where the density is not a half.
-        """
+        """Write config, masks (`encoding` may be "entropy", the shortest) and code; return the header."""
         return self._tool("save_ticket")(self, save_directory, encoding=encoding)
 
     def push_to_hub(self, repo_id: str, **kwargs) -> str:
-        """As in transformers; of a ticket the mask file, config, code, tokenizer and card are uploaded.
-
-        encoding: how the masks are stored, see `save_ticket`. Tokenizer, card and figures come from where the
-        ticket was loaded from; a card that is not there is written.
+        """As in transformers; of a ticket the masks (`encoding` as in `save_ticket`), config, code, tokenizer
+        and card: the latter two from where it was loaded.
         """
         if self.config.state != "ticket":
             return super().push_to_hub(repo_id, **kwargs)  # type: ignore[arg-type]
@@ -194,29 +157,29 @@ class TicketPreTrainedModel(PreTrainedModel):
         if path is None or _holds_scores(source, path, where):
             if mask is not None:
                 raise TicketError(f"{source}: not a ticket; mask= puts another mask on one")
-            loaded = super().from_pretrained(source, *args, **kwargs)
-            if (loaded[0] if isinstance(loaded, tuple) else loaded).config.state == "ticket":
-                raise TicketError(
-                    f"{source}: {CONFIG_FILE} is of a ticket, but no masks lie beside it; {MASK_FILE}, or "
-                    f"{MODEL_FILE} as hf_slt writes it, is missing or was replaced: copy the folder again"
-                )
-            return loaded
+            if "ticket" in (getattr(config, "state", None), _state_of(source, where)):
+                cure = f"{MASK_FILE}, or {MODEL_FILE}, is missing or was replaced: copy the folder again"
+                raise TicketError(f"{source}: {CONFIG_FILE} is of a ticket, but no masks lie there; {cure}")
+            folder = Path(source, kwargs.get("subfolder") or "")
+            if folder.is_dir() and (cut := weights_folder(folder)) != folder:
+                kwargs |= {"config": config or cls.config_class.from_pretrained(folder), "subfolder": ""}
+                source = cut
+            return super().from_pretrained(source, *args, **kwargs)
         ticket = read_ticket(path)
-        if os.path.isfile(source) and config is None:
-            config = cls.config_class.from_dict(dict(ticket.header.config))
-        elif not isinstance(config, PreTrainedConfig):
+        if not isinstance(config, PreTrainedConfig):
             dtype: dict = {name: kwargs.pop(name) for name in ("dtype", "torch_dtype") if name in kwargs}
-            config, kwargs = cls.config_class.from_pretrained(
-                config or source, return_unused_kwargs=True, **kwargs
-            )
+            facts = cls.config_class.get_config_dict(config)[0] if config else dict(ticket.header.config)
+            config, kwargs = cls.config_class.from_dict(facts, return_unused_kwargs=True, **kwargs)
             kwargs |= dtype  # the model's; that of the configuration is the file's
         if mask is not None:
             elsewhere = {**where, "revision": None, "subfolder": None}
             ticket = read_fitting_ticket(mask, ticket.header.config, **elsewhere)
+        elif (config.mask_digest or ticket.header.mask_digest) != ticket.header.mask_digest:
+            raise MismatchError(f"{path}: not the ticket that the configuration was read from; load it again")
         kwargs = {name: one for name, one in kwargs.items() if name not in (*_DOWNLOAD_OPTIONS, "config")}
-        if cls.can_generate() and kwargs.get("generation_config") is None:
-            with contextlib.suppress(OSError):  # there is none: the one of the configuration stands
-                kwargs["generation_config"] = GenerationConfig.from_pretrained(source, **where)
+        if cls.can_generate() and kwargs.get("generation_config") is None and not os.path.isfile(source):
+            beside = find_file(source, GENERATION_CONFIG_NAME, **where)
+            kwargs["generation_config"] = read_generation_config(beside) if beside else None
         return cls._from_ticket(ticket, _with_dtype(config), str(source), *args, **kwargs)
 
     @classmethod
@@ -250,6 +213,14 @@ class TicketPreTrainedModel(PreTrainedModel):
                     raise TicketError(f"{ticket.path}: the mask of {tensor.name} was not loaded; see above")
 
 
+def read_generation_config(path: Path) -> GenerationConfig:
+    """A generation_config.json that may come from a stranger."""
+    try:
+        return GenerationConfig.from_dict(read_json(path))
+    except Exception as error:  # of any kind, as a stranger's file can raise them
+        raise TicketError(f"{path}: not to be generated with ({error}); {AGAIN}") from error
+
+
 def _with_dtype(config: Any) -> Any:
     """A copy that tells a dtype: masks do not, and transformers would take theirs."""
     config = copy.deepcopy(config)
@@ -258,11 +229,12 @@ def _with_dtype(config: Any) -> Any:
 
 
 def _holds_scores(source: str | os.PathLike, mask_file: Path, where: dict[str, Any]) -> bool:
-    """Whether a folder or a name is of scores, with the mask of an earlier ticket left in it.
+    """Whether this is of scores, which are there, and config.json says so; the mask is left of a ticket."""
+    if mask_file.name != MASK_FILE or os.path.isfile(source) or _state_of(source, where) != "scores":
+        return False
+    return find_file(source, MODEL_FILE, **where) is not None
 
-    Its configuration must say so and its scores must be there: else it is an altered ticket.
-    """
-    alone = mask_file.name != MASK_FILE or os.path.isfile(source)
-    config = None if alone else find_file(source, CONFIG_FILE, **where)
-    says_so = config is not None and read_json(config).get("state") == "scores"
-    return says_so and find_file(source, MODEL_FILE, **where) is not None
+
+def _state_of(source: str | os.PathLike, where: dict[str, Any]) -> Any:
+    config = find_file(source, CONFIG_FILE, **where)
+    return read_json(config).get("state") if config else None

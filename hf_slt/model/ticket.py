@@ -10,9 +10,8 @@ which needs no index; all below holds for either.)
 
 A mask of n bits is ceil(n / 8) bytes: bit i % 8 (least significant first) of byte i // 8 is weight i of the
 row-major tensor; the bits after the last are zero. With `encoding` "packed" each mask is stored so; with
-"entropy" all masks stand in one tensor, `coded_masks`, near their entropy (see hf_slt/sharing/entropy.py).
-Digests are those of the packed bytes in either case: a ticket is the same ticket however it is stored.
-Trained values are float32, or codes of 8 or 4 bits and the scales of their rows (see `quantisation.py`).
+"entropy" all masks stand in one tensor, `coded_masks` (see hf_slt/sharing/entropy.py). Digests are those of
+packed bytes in either case. Trained values are float32, or codes and scales of rows (see `quantisation.py`).
 
 The way in is one: `find_mask_file` finds the file, `read_header` its description, `read_ticket` all of it.
 The header is the authority: its tensors must be those that its configuration implies, and config.json and the
@@ -35,47 +34,30 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidat
 from safetensors import SafetensorError
 from safetensors.numpy import load
 
-from .configuration_supermask_gpt2 import HEADS, RULES, SupermaskGPT2Config
+from .configuration_supermask_gpt2 import HEADS, RULES, SLTError, SupermaskGPT2Config, TicketError  # noqa: F401
 from .quantisation import BITS, dequantise, stored_form
-from .random_weights import GENERATOR, digest, draw
+from .random_weights import GENERATOR, digest
 
 FORMAT_VERSION = 1
 MASK_FILE = "mask.safetensors"
 MODEL_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
+NEXT = ".next-"  # then a digest of config.json: where the files of a save lie until they are in their places
 METADATA_KEY = "hf_slt"
 DIGEST_KEY = "hf_slt_sha256"  # of the text under METADATA_KEY
 ENCODINGS = ("packed", "entropy")
 DECODERS: dict[str, Callable] = {}  # of encodings that need a library; the package puts them here
 CODED_KEY = "coded_masks"  # where all masks stand in an entropy-coded file
 SCALES = "_scales"  # after the key of quantised values: where the scales of their rows stand
-# Of these, what a new save does not write is of an older one, and would be loaded in its place.
-WEIGHT_FILES = r"mask\.safetensors|model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json"
 _LONGEST_JSON = 64 << 20  # bytes; a header of a thousand tensors takes one
+_MOST_WEIGHTS = 512  # that a byte of a file may stand for; in a coded mask of density 0.0015 it is 500
 _DTYPES = {"uint8": "U8", "int8": "I8", "float16": "F16", "float32": "F32"}  # as safetensors names them
 AGAIN = "download or copy the file again"  # the cure of all damage
-_KNOWN = {
-    "format_version": (FORMAT_VERSION,),
-    "encoding": ENCODINGS,
-    "rule": RULES,
-    "bit_order": ("little",),
-    "generator": (GENERATOR,),
-}
-# What may differ between two configurations of one ticket: how it is loaded, not what it computes.
-LOADING_KEYS = frozenset(
-    "transformers_version architectures dtype auto_map _name_or_path use_cache mask_digest id2label "
-    "label2id problem_type output_hidden_states output_attentions return_dict bos_token_id eos_token_id "
-    "pad_token_id".split()
-)
-
-
-class SLTError(ValueError):
-    """Something the user can mend; the message names the value and the cure."""
-
-
-class TicketError(SLTError):
-    """A ticket is damaged, incomplete, of another backbone or of an unknown version."""
+_KNOWN: dict[str, tuple] = {"format_version": (FORMAT_VERSION,), "encoding": ENCODINGS, "rule": RULES}
+_KNOWN |= {"bit_order": ("little",), "generator": (GENERATOR,)}
+# What may differ between config.json and the header: how a ticket is loaded, not what it computes.
+LOADING_KEYS = set("transformers_version architectures auto_map _name_or_path use_cache mask_digest".split())
 
 
 @dataclass(frozen=True)
@@ -142,13 +124,6 @@ class Header:
     def masked(self) -> dict[str, Entry]:
         return {name: entry for name, entry in self.tensors.items() if entry.masked}
 
-    def draw(self, name: str) -> np.ndarray:
-        """The frozen weights of a tensor, before masking."""
-        entry = self.tensors[name]
-        if entry.law is None or entry.scale is None:
-            raise ValueError(f"{name} is trained: its values are stored, not drawn")
-        return draw(self.seed, name, entry.shape, entry.law, entry.scale)
-
 
 @dataclass(frozen=True)
 class Ticket:
@@ -160,8 +135,7 @@ class Ticket:
 
     def masks(self) -> dict[str, np.ndarray]:
         """Every mask by tensor name, as boolean arrays."""
-        masked = self.header.masked().items()
-        return {name: unpack_mask(self.arrays[name], entry.shape) for name, entry in masked}
+        return {name: unpack_mask(self.arrays[name], one.shape) for name, one in self.header.masked().items()}
 
 
 def pack_mask(mask: np.ndarray) -> np.ndarray:
@@ -189,8 +163,9 @@ def mask_digest(tensors: Mapping[str, Entry]) -> str:
     return sha256("".join(lines))
 
 
-def sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+def sha256(text: str | bytes) -> str:
+    data = text if isinstance(text, bytes) else text.encode(errors="surrogatepass")
+    return hashlib.sha256(data).hexdigest()
 
 
 # -- finding and reading --------------------------------------------------------------------------
@@ -202,7 +177,9 @@ def find_mask_file(source: str | os.PathLike, **where: Any) -> Path | None:
     where: `cache_dir`, `revision`, `token`, `subfolder` and others of `hf_hub_download`.
     """
     if os.path.isfile(source):
-        return Path(source)
+        return weights_folder(Path(source).parent) / Path(source).name
+    if os.path.isdir(source):
+        source, where = weights_folder(Path(source, where.get("subfolder") or "")), {}
     for name in (MASK_FILE, MODEL_FILE):
         path = find_file(source, name, **where)
         # Scores and dense models have files of that name too, but not our header.
@@ -222,9 +199,19 @@ def find_file(source: str | os.PathLike, name: str, **where: Any) -> Path | None
         return None  # transformers will say what is wrong with the name
 
 
-def read_header(path: str | os.PathLike) -> Header:
+def weights_folder(folder: Path) -> Path:
+    """Where the weights of a folder are: in itself, or where a save that was cut short has put them."""
+    return following if (following := next_folder(folder)).is_dir() else folder
+
+
+def next_folder(folder: Path, config: Path | None = None) -> Path:
+    """Where files that belong to a config.json, of this folder or to come, wait (see sharing/files.py)."""
+    config = config or folder / CONFIG_FILE
+    return folder / (NEXT + sha256(read_bytes(config) if config.exists() else b"")[:16])
+
+
+def read_header(path: Path) -> Header:
     """The metadata of a mask file, checked in full against the file's own table; reads no tensor."""
-    path = Path(path)
     metadata, table = read_table(path)
     text = metadata.get(METADATA_KEY)
     if not isinstance(text, str):
@@ -232,10 +219,14 @@ def read_header(path: str | os.PathLike) -> Header:
     if metadata != {"format": "pt", METADATA_KEY: text, DIGEST_KEY: sha256(text)}:
         raise TicketError(f"{path}: the metadata do not have the digest they name; {AGAIN}")
     header = _parse_header(path, parse_json(path, text))
-    found = {key: (tuple(one["shape"]), one["dtype"]) for key, one in table.items()}
+    entries = header.tensors.values()
+    described = sum(one.size / 8 if one.kind == "frozen" else one.size for one in entries)
+    if described > _MOST_WEIGHTS * (size := path.stat().st_size):
+        raise TicketError(f"{path}: {described:.0f} weights in {size} bytes: too many; pack it, or {AGAIN}")
+    found = {key: (tuple(one["shape"]), one.get("dtype")) for key, one in table.items()}
     wanted = {
         key: (shape, _DTYPES[str(dtype)])
-        for entry in header.tensors.values()
+        for entry in entries
         if not (entry.masked and header.encoding == "entropy")
         for key, (shape, dtype) in entry.stored().items()
     }
@@ -251,7 +242,8 @@ def read_header(path: str | os.PathLike) -> Header:
 def read_ticket(path: str | os.PathLike) -> Ticket:
     """All of a mask file, each array checked against the header; with config.json if one lies beside it."""
     ticket, faults = ticket_and_faults(Path(path))
-    beside = Path(path).with_name(CONFIG_FILE)
+    folder = ticket.path.parent
+    beside = (folder.parent if folder.name.startswith(NEXT) else folder) / CONFIG_FILE
     if not faults and beside.exists():
         faults = list(config_faults(ticket.path, ticket.header, read_json(beside)))
     for fault in faults:
@@ -300,38 +292,46 @@ def ticket_and_faults(path: Path) -> tuple[Ticket, list[TicketError]]:
 
 def read_table(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Metadata and table of tensors of a safetensors file; no tensor is read."""
-    size = _size(path)
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if not 0 < length <= min(size - 8, _LONGEST_JSON):
-            raise TicketError(f"{path}: a header of {length} bytes in a file of {size}: truncated; {AGAIN}")
-        table = parse_json(path, file.read(length))
+    start, size = _read(path, 8)
+    length = int.from_bytes(start, "little")
+    if not 0 < length <= min(size - 8, _LONGEST_JSON):
+        raise TicketError(f"{path}: a header of {length} bytes in a file of {size}: truncated; {AGAIN}")
+    table = parse_json(path, _read(path, 8 + length)[0][8:])
     metadata = table.pop("__metadata__", {})
     for one in (metadata, *table.values()):
-        if not isinstance(one, dict) or (one is not metadata and not one.keys() >= {"shape", "dtype"}):
+        if not isinstance(one, dict) or (one is not metadata and not isinstance(one.get("shape"), list)):
             raise TicketError(f"{path}: a table that lists no tensors; {AGAIN}")
     return metadata, table
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file that may come from a stranger."""
-    if _size(path) > _LONGEST_JSON:
-        raise TicketError(f"{path}: {_size(path)} bytes, more than the {_LONGEST_JSON} it may have; {AGAIN}")
-    return parse_json(path, path.read_bytes())
+    return parse_json(path, read_bytes(path))
 
 
-def _size(path: Path) -> int:
+def read_bytes(path: Path) -> bytes:
+    """All of a JSON file, if it is no longer than such files are."""
+    data, size = _read(path, _LONGEST_JSON)
+    if size > _LONGEST_JSON:
+        raise TicketError(f"{path}: {size} bytes, more than the {_LONGEST_JSON} it may have; {AGAIN}")
+    return data
+
+
+def _read(path: Path, most: int) -> tuple[bytes, int]:
+    """The first bytes of a file, and how many it has."""
     try:
         found = path.stat()
-    except FileNotFoundError:
-        raise TicketError(f"{path}: no such file; the ticket is incomplete") from None
-    if not stat.S_ISREG(found.st_mode):  # a device has no end, and a pipe waits for ever
-        raise TicketError(f"{path}: not a regular file; {AGAIN}")
-    return found.st_size
+        if not stat.S_ISREG(found.st_mode):  # a device has no end, and a pipe waits for ever
+            raise TicketError(f"{path}: not a regular file; {AGAIN}")
+        with open(path, "rb") as file:
+            return file.read(min(most, found.st_size)), found.st_size
+    except OSError as error:
+        reason = "no such file" if isinstance(error, FileNotFoundError) else error.strerror
+        raise TicketError(f"{path}: {reason}; the ticket is incomplete") from None
 
 
 def parse_json(path: Path, data: bytes | str) -> dict[str, Any]:
-    """A JSON object, in which no key stands twice and every number is finite."""
+    """A JSON object, in which no key stands twice, every number is finite, and nothing lies very deep."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -339,11 +339,19 @@ def parse_json(path: Path, data: bytes | str) -> dict[str, Any]:
             raise ValueError("a key that stands twice")
         return found
 
-    def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is not a number")
+    def finite(text: str) -> float:
+        if not math.isfinite(float(text)):
+            raise ValueError(f"{text} is not a number")
+        return float(text)
+
+    def depth(one: Any) -> int:
+        inside = one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
+        return 1 + max(map(depth, inside), default=0)
 
     try:
-        found = json.loads(data, object_pairs_hook=unique, parse_constant=refuse)
+        found = json.loads(data, object_pairs_hook=unique, parse_constant=finite, parse_float=finite)
+        if depth(found) > 16:  # where four are needed
+            raise ValueError(f"{depth(found)} levels, one within the other")
     except (ValueError, RecursionError) as error:
         raise TicketError(f"{path}: not the JSON that it should be ({error}); {AGAIN}") from None
     if not isinstance(found, dict):
@@ -370,19 +378,21 @@ def _parse_header(path: Path, facts: dict[str, Any]) -> Header:
         if (type(header.seed), type(header.mask_digest)) != (int, str):
             raise ValueError(f"seed {header.seed!r}, mask_digest {header.mask_digest!r}")
         config = SupermaskGPT2Config.from_dict(dict(header.config))
-        for key, value in {"seed": header.seed, "rule": header.rule, "density": header.density}.items():
-            if getattr(config, key) != value:
-                raise ValueError(f"{key} {value!r}, but {getattr(config, key)!r} in the configuration")
+        for key in ("seed", "rule", "density", "mask_digest"):
+            if (one := getattr(header, key)) != (other := getattr(config, key)):
+                raise ValueError(f"{key} {one!r}, but {other!r} in the configuration")
         if config.state != "ticket":
             raise ValueError(f"state {config.state!r}, not 'ticket'")
         check_tensors(header, config)
-    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
         raise TicketError(f"{path}: metadata that describe no ticket ({error}); {AGAIN}") from None
     return header
 
 
 def check_tensors(header: Header, config: SupermaskGPT2Config, *, sizes: bool = True) -> None:
     """Raise ValueError unless a header's tensors are those of a model of this configuration."""
+    if config.n_layer > len(header.tensors):  # before as many names are made
+        raise ValueError(f"{config.n_layer} layers of {len(header.tensors)} tensors")
     names = set(config.tensor_names())
     for name in sorted((names ^ header.tensors.keys()) - set(HEADS)):
         raise ValueError(f"{name} is missing" if name in names else f"{name} is no tensor of such a model")
@@ -397,7 +407,9 @@ def check_tensors(header: Header, config: SupermaskGPT2Config, *, sizes: bool = 
         kept = range(entry.size + 1) if kind == "masked" else [None]
         if entry.kept not in kept or type(entry.kept) not in (int, type(None)):
             raise ValueError(f"{name} keeps {entry.kept} of {entry.size} weights")
-        if [type(one) is str for one in (entry.key, entry.data_sha256)] != [kind != "frozen"] * 2:
+        mask = f"{name}_mask" if name.endswith(("query", "key", "value")) else f"{name}.mask"
+        place = {"masked": mask, "trained": f"{name}.weight", "frozen": None}[kind]
+        if entry.key not in (place, f"transformer.{place}") or (entry.data_sha256 is None) != (place is None):
             raise ValueError(f"{name} has key {entry.key!r} and digest {entry.data_sha256!r}")
 
 
@@ -406,10 +418,8 @@ def config_faults(path: Path, header: Header, config: Mapping[str, Any]) -> Iter
     for key in sorted((header.config.keys() | config.keys()) - LOADING_KEYS):
         own, other = (json.dumps(one[key]) if key in one else "nothing" for one in (header.config, config))
         if own != other:
-            yield TicketError(
-                f"{path}: made for {key}={own}, but {CONFIG_FILE} says {other}; it was altered or the mask "
-                "belongs to another ticket: copy the folder again"
-            )
+            cure = "it was altered or is of another ticket: copy the folder again"
+            yield TicketError(f"{path}: made for {key}={own}, but {CONFIG_FILE} says {other}; {cure}")
     if config.get("mask_digest") != header.mask_digest:
         yield TicketError(
             f"{path}: digest {header.mask_digest[:8]}... is not the {str(config.get('mask_digest'))[:8]}... "
@@ -420,7 +430,7 @@ def config_faults(path: Path, header: Header, config: Mapping[str, Any]) -> Iter
 def check_weights(path: str | os.PathLike, name: str, entry: Entry, found: str) -> None:
     """Raise TicketError unless the drawn weights have the digest that the ticket was trained on."""
     if found != entry.weight_sha256:
+        differ = f"digest {found[:8]}..., not the {str(entry.weight_sha256)[:8]}... they were trained with"
         raise TicketError(
-            f"{path}: the weights drawn for {name} have digest {found[:8]}..., not the "
-            f"{str(entry.weight_sha256)[:8]}... they were trained with; seed, law or scale was altered"
+            f"{path}: the weights drawn for {name} have {differ}; seed, law or scale was altered"
         )

@@ -7,7 +7,6 @@ loads them, tokenizer, card and its figures. The same ticket pushed twice change
 import json
 import os
 import re
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,11 @@ from ..model.ticket import (
     INDEX_FILE,
     MASK_FILE,
     MODEL_FILE,
-    WEIGHT_FILES,
     TicketError,
     read_header,
 )
 from .card import CARD_FILE, FIGURES, write_card
+from .files import WEIGHT_FILES, copy_own_file
 from .saving import rewrite_ticket
 from .verify import mask_path, verified_ticket
 
@@ -125,8 +124,7 @@ def push_model(model: Any, repo_id: str, *, encoding: str = "packed", **options:
         if model.name_or_path and mask_path(origin).is_file():
             same = read_header(mask_path(origin)).mask_digest == header.mask_digest
             for name in [*TOKENIZER_FILES, *([CARD_FILE, *FIGURES] if same else [])]:
-                if (origin / name).is_file():
-                    shutil.copyfile(origin / name, Path(folder) / name)
+                copy_own_file(origin / name, Path(folder))
         return push_ticket(folder, repo_id, encoding=encoding, **options)
 
 

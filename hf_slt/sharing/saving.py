@@ -6,18 +6,17 @@ model -> describe: header and arrays -> write_masks -> mask.safetensors, index; 
 import copy
 import json
 import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from safetensors.numpy import save
 from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
-from ..model.pretrained import AUTO_MAP
 from ..model.quantisation import BITS, dequantise, largest_code
 from ..model.random_weights import digest
 from ..model.ticket import (
@@ -30,19 +29,25 @@ from ..model.ticket import (
     METADATA_KEY,
     MODEL_FILE,
     SCALES,
-    WEIGHT_FILES,
     Entry,
     Header,
     Ticket,
     count_bits,
     mask_digest,
+    read_header,
     read_json,
     sha256,
 )
 from .entropy import encode_masks
-from .files import staged
+from .files import copy_own_file, staged
 from .verify import verified_ticket
 
+AUTO_MAP = {
+    "AutoConfig": "configuration_supermask_gpt2.SupermaskGPT2Config",
+    "AutoModel": "modeling_supermask_gpt2.SupermaskGPT2Model",
+    "AutoModelForCausalLM": "modeling_supermask_gpt2.SupermaskGPT2LMHeadModel",
+    "AutoModelForSequenceClassification": "modeling_supermask_gpt2.SupermaskGPT2ForSequenceClassification",
+}
 _HUB_OPTIONS = ("repo_id", "commit_message", "private", "token", "revision", "create_pr")
 _SMALLEST = np.float32(2**-14)  # the least normal float16
 _DROPPED = np.int32((1 << 13) - 1)  # bits of a float32 significand that float16 has not
@@ -77,6 +82,28 @@ def describe(model: Any, encoding: str = "packed") -> tuple[Header, dict[str, np
     return replace(header, encoding=encoding, mask_digest=config.mask_digest), arrays
 
 
+def to_ticket(model: Any) -> Any:
+    """The model as a ticket, in memory: masks in place of scores."""
+    config = copy.deepcopy(model.config)
+    config.state, config.mask_digest = "ticket", None
+    with torch.device("meta"):
+        ticket = type(model)(config)
+    ticket.load_state_dict(
+        {
+            f"{path}.{layer.key(tensor)}": torch.tensor(data)
+            for path, layer in model.supermask_layers()
+            for tensor, data in zip(layer.tensors, layer.data(), strict=True)
+            if data is not None
+        },
+        assign=True,
+    )
+    for _, layer in ticket.supermask_layers():
+        layer._is_hf_initialized = True  # else transformers would fill it anew
+    if model.can_generate():
+        ticket.generation_config = copy.deepcopy(model.generation_config)
+    return ticket.to(model.device, model.dtype).eval()
+
+
 def save_pretrained(
     model: Any, save_directory: str | os.PathLike, is_main_process: bool, push_to_hub: bool, **kwargs: Any
 ) -> None:
@@ -87,7 +114,7 @@ def save_pretrained(
             save_ticket(model, save_directory, file_name=MODEL_FILE)
     else:
         model.config.auto_map = dict(AUTO_MAP)
-        with staged(save_directory, keep=is_main_process, stale=WEIGHT_FILES) as stage:
+        with staged(save_directory, keep=is_main_process) as stage:
             PreTrainedModel.save_pretrained(model, stage, is_main_process=is_main_process, **kwargs)
     if push_to_hub and is_main_process:
         model.push_to_hub(hub.pop("repo_id", Path(save_directory).name), **hub)
@@ -99,8 +126,7 @@ def save_ticket(
     """Write config, masks and the code that loads them; no weight is inside."""
     _check_encoding(encoding)
     header, arrays = describe(model, encoding)
-    # config.json comes last: a cut before it leaves a digest that does not match, never a wrong model
-    with staged(save_directory, stale=WEIGHT_FILES) as stage:
+    with staged(save_directory) as stage:
         write_masks(stage, header, arrays, file_name)
         model.config_class.from_dict(dict(header.config)).save_pretrained(stage)
         if model.can_generate():
@@ -142,11 +168,11 @@ def rewrite_ticket(
         config |= changed
         header = replace(header, tensors=entries, config={**header.config, **changed}, **changed)
     header = replace(header, encoding=encoding)
-    with staged(target, stale=WEIGHT_FILES) as stage:
+    with staged(target) as stage:
         if target.resolve() != source.resolve():
             for path in source.iterdir():
-                if path.is_file() and path.name not in (MASK_FILE, MODEL_FILE, INDEX_FILE, CONFIG_FILE):
-                    shutil.copyfile(path, stage / path.name)
+                if path.name not in (MASK_FILE, MODEL_FILE, INDEX_FILE, CONFIG_FILE):
+                    copy_own_file(path, stage)
         write_masks(stage, header, arrays)
         (stage / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     return header
@@ -181,6 +207,7 @@ def write_masks(
     text = json.dumps(asdict(header), sort_keys=True)
     metadata = {"format": "pt", METADATA_KEY: text, DIGEST_KEY: sha256(text)}
     (directory / file_name).write_bytes(_in_order(save(stored, metadata)))
+    read_header(directory / file_name)  # nothing is saved that would not load
     if file_name == MODEL_FILE:
         return  # transformers looks there without being told
     index = {

@@ -8,7 +8,11 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..model.random_weights import digest
+from transformers.utils import GENERATION_CONFIG_NAME
+
+from ..model.configuration_supermask_gpt2 import SupermaskGPT2Config
+from ..model.pretrained import read_generation_config
+from ..model.random_weights import digest, draw
 from ..model.ticket import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -22,13 +26,18 @@ from ..model.ticket import (
     read_json,
     read_table,
     ticket_and_faults,
+    weights_folder,
 )
 
 
 def mask_path(directory: str | os.PathLike) -> Path:
     """The mask file of a ticket's folder, under either of its names; there may be none."""
-    path = Path(directory) / MASK_FILE
-    return path if path.exists() or not path.with_name(MODEL_FILE).exists() else path.with_name(MODEL_FILE)
+    return _mask_path_in(weights_folder(Path(directory)))
+
+
+def _mask_path_in(folder: Path) -> Path:
+    masks, model = folder / MASK_FILE, folder / MODEL_FILE
+    return model if model.exists() and not masks.exists() else masks
 
 
 def verify_ticket(directory: str | os.PathLike, *, weights: bool = True) -> Header:
@@ -56,34 +65,45 @@ def find_faults(
     if not directory.is_dir():
         yield TicketError(f"{directory}: no such folder")
         return
-    config, path = None, mask_path(directory)
+    config, path = None, _mask_path_in(directory)
     try:
+        path = mask_path(directory)
         config = read_json(directory / CONFIG_FILE)
     except TicketError as fault:
         yield fault
     if path.name == MASK_FILE and path.exists() and path.with_name(MODEL_FILE).exists():
-        yield TicketError(f"{directory / MODEL_FILE}: lies beside {MASK_FILE}; remove one of them")
+        yield TicketError(f"{path.with_name(MODEL_FILE)}: lies beside {MASK_FILE}; remove one of them")
     try:
         ticket, faults = ticket_and_faults(path)
     except TicketError as fault:
         yield fault
         return
+    if (generation := directory / GENERATION_CONFIG_NAME).exists():
+        try:
+            read_generation_config(generation)
+        except TicketError as fault:
+            yield fault
     if read is not None:
         read.append(ticket)
     if path.name == MASK_FILE:
         try:
-            listed = read_json(directory / INDEX_FILE).get("weight_map")
+            listed = read_json(path.with_name(INDEX_FILE)).get("weight_map")
             if listed != dict.fromkeys(read_table(path)[1], MASK_FILE):
                 fault = f"does not list the tensors of {MASK_FILE}; save the ticket again"
-                yield TicketError(f"{directory / INDEX_FILE}: {fault}")
+                yield TicketError(f"{path.with_name(INDEX_FILE)}: {fault}")
         except TicketError as fault:
             yield fault
     yield from faults
     if config is not None:
         yield from config_faults(path, ticket.header, config)
+        try:
+            SupermaskGPT2Config.from_dict(config)
+        except TicketError as fault:
+            yield TicketError(f"{directory / CONFIG_FILE}: {fault}")
     for name, entry in ticket.header.tensors.items() if weights else ():
-        if not entry.trained:
+        if entry.law is not None and entry.scale is not None:
+            drawn = draw(ticket.header.seed, name, entry.shape, entry.law, entry.scale)
             try:
-                check_weights(path, name, entry, digest(ticket.header.draw(name)))
+                check_weights(path, name, entry, digest(drawn))
             except TicketError as fault:
                 yield fault

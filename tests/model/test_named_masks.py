@@ -2,6 +2,8 @@
 
 import copy
 import gc
+import inspect
+import sys
 
 import pytest
 import torch
@@ -92,6 +94,43 @@ def test_a_switch_that_fails_is_undone(model, shelf, monkeypatch, error, place):
         assert torch.equal(buffer, buffers[name]), name
     model.set_mask("two")
     assert torch.equal(logits_of(model), shelf[1]["two"])
+
+
+def test_a_switch_interrupted_anywhere_is_undone_or_done(model, shelf):
+    """Ctrl-C comes between any two lines; what the model then says of itself is what it computes."""
+    code = {type(model).set_mask.__code__, inspect.unwrap(type(model)._put).__code__}
+
+    def interrupt(frame, event, arg):
+        nonlocal lines
+        if frame.f_code not in code or undoing(frame):
+            return None if frame.f_code not in code else interrupt
+        if event == "line":
+            lines += 1
+            if lines == stop:
+                raise KeyboardInterrupt
+        return interrupt
+
+    def undoing(frame) -> bool:  # a second interrupt, of the undoing itself, is more than is promised
+        return lines >= stop
+
+    stop, lines = 0, 1
+    while lines >= stop:
+        stop, lines = stop + 1, 0
+        sys.settrace(interrupt)
+        try:
+            model.set_mask("two")
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        assert model.mask_names == ["default", "two"]
+        active = "one" if model.active_mask == "default" else "two"
+        assert torch.equal(logits_of(model), shelf[1][active])
+        model.set_mask("two")
+        assert torch.equal(logits_of(model), shelf[1]["two"])
+        model.set_mask("default")
+        assert torch.equal(logits_of(model), shelf[1]["one"])
+    assert stop > 20
 
 
 def live_bytes() -> int:

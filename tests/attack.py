@@ -1,0 +1,805 @@
+"""A campaign against the one way in: tickets damaged in every way we could think of, and loaded in all ways.
+
+    python -m tests.attack --count 20000            # seeded; a failure says how to see it again
+    python -m tests.attack --count 1 --first 1234   # that case alone
+
+A damaged ticket must be refused as TicketError, or be the very same model: same logits, same masks. Anything
+else is a failure: another model, another exception, many bytes or seconds. One thing is not ours to refuse:
+AutoModel reads config.json before it knows whose model that is. What it raises before hf_slt is asked, and
+its reading of a device or a pipe in that place, is counted apart.
+
+No damage here makes another ticket that is whole: whoever writes new masks with new digests made a ticket.
+"""
+
+import argparse
+import contextlib
+import copy
+import json
+import logging
+import os
+import random
+import resource
+import shutil
+import signal
+import struct
+import sys
+import tempfile
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import save
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from hf_slt import (
+    SupermaskGPT2Config,
+    SupermaskGPT2ForSequenceClassification,
+    SupermaskGPT2LMHeadModel,
+    TicketError,
+    verify_ticket,
+)
+from hf_slt.model.ticket import sha256
+
+CONFIG, MASKS, MODEL = "config.json", "mask.safetensors", "model.safetensors"
+INDEX, GENERATION = "model.safetensors.index.json", "generation_config.json"
+SECONDS, MEGABYTES = 5, 200
+TINY = {
+    "n_layer": 1,
+    "n_embd": 16,
+    "n_head": 2,
+    "vocab_size": 32,
+    "n_positions": 16,
+    "scale_with_width": True,
+}
+TINY |= {"seed": 7, "density": 0.4, "bos_token_id": 30, "eos_token_id": 30, "pad_token_id": 31}
+IDS = torch.tensor([[1, 2, 3, 4, 5, 6], [9, 8, 7, 31, 31, 31]])  # a classifier looks before the padding
+
+Files = dict[str, Any]  # bytes of a file, or what else lies under its name: see `lay_out`
+
+
+# -- the tickets ----------------------------------------------------------------------------------
+
+
+@dataclass
+class Victim:
+    """A ticket that is whole: its files, and the model that they are."""
+
+    files: Files
+    model: Any
+    auto: Any
+    logits: torch.Tensor
+    state: dict[str, torch.Tensor]
+
+    @property
+    def mask_file(self) -> str:
+        return MASKS if MASKS in self.files else MODEL
+
+
+def make_victims(folder: Path) -> dict[str, Victim]:
+    plans: dict[str, dict[str, Any]] = {
+        "packed": {},
+        "second": {"scores": 1},  # of the same weights
+        "saved": {},
+        "entropy": {"encoding": "entropy", "seed": 8, "density": 0.1},
+        "trained": {"embedding": "trained"},
+        "trained-8": {"embedding": "trained", "embedding_bits": 8, "encoding": "entropy"},
+        "trained-4": {"embedding": "trained", "embedding_bits": 4, "tie_word_embeddings": False},
+        "untied": {"tie_word_embeddings": False, "law": "uniform", "layer_norm": False},
+        "frozen": {"embedding": "frozen", "encoding": "entropy", "law": "signed_constant"},
+        "classifier": {"num_labels": 3},
+    }
+    return {name: _make_victim(folder / name, name, **plan) for name, plan in plans.items()}
+
+
+def _make_victim(folder: Path, name: str, *, scores: int = 0, encoding: str = "packed", **changes) -> Victim:
+    cls: Any = SupermaskGPT2LMHeadModel
+    auto: Any = AutoModelForCausalLM
+    if "num_labels" in changes:
+        cls, auto = SupermaskGPT2ForSequenceClassification, AutoModelForSequenceClassification
+    model = cls(SupermaskGPT2Config(**(TINY | changes)))
+    generator = torch.Generator().manual_seed(scores)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 10)
+    if name == "saved":
+        model.to_ticket().save_pretrained(folder)
+    else:
+        model.save_ticket(folder, encoding=encoding)
+    files = {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix != ".py"}
+    loaded = cls.from_pretrained(folder)
+    return Victim(files, loaded, auto, logits_of(loaded), state_of(loaded))
+
+
+@torch.no_grad()
+def logits_of(model: Any) -> torch.Tensor:
+    return model(IDS).logits
+
+
+def state_of(model: Any) -> dict[str, torch.Tensor]:
+    return {name: values.clone() for name, values in model.state_dict().items()}
+
+
+# -- a safetensors file and its JSON, taken apart and put together --------------------------------------
+
+
+def take_apart(data: bytes) -> tuple[dict, dict, bytes]:
+    """Table (with the metadata), the header of the ticket in it, and the tensors."""
+    length = struct.unpack("<Q", data[:8])[0]
+    table = json.loads(data[8 : 8 + length])
+    return table, json.loads(table["__metadata__"]["hf_slt"]), data[8 + length :]
+
+
+def put_together(table: dict, facts: Any, tensors: bytes) -> bytes:
+    """With a digest of the header that is true."""
+    text = to_text(facts)
+    table["__metadata__"] |= {"hf_slt": text, "hf_slt_sha256": sha256(text)}
+    return with_table(to_text(table), tensors)
+
+
+def with_table(text: str, tensors: bytes) -> bytes:
+    data = text.encode("utf-8", "surrogatepass")
+    data += b" " * (-len(data) % 8)
+    return struct.pack("<Q", len(data)) + data + tensors
+
+
+# What json.dumps does not write; a string stands for it until the text is made.
+RAW = {
+    "@nan": "NaN",
+    "@inf": "-Infinity",
+    "@overflow": "1e999",
+    "@digits": "9" * 5000,
+    "@deep": "[" * 600 + "]" * 600,
+    "@deeper": '{"a":' * 100_000 + "1" + "}" * 100_000,
+    "@rough": "[1,]",
+}
+
+
+def to_text(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True)
+    for mark, raw in RAW.items():
+        text = text.replace(json.dumps(mark), raw)
+    return text
+
+
+VALUES: list[Any] = [
+    *RAW,
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    2,
+    3,
+    1.5,
+    -0.5,
+    1e-30,
+    1e30,
+    2**31,
+    2**63,
+    10**30,
+    10**400,
+]
+VALUES += [
+    "",
+    "x",
+    "\x00",
+    "ticket",
+    "scores",
+    "float16",
+    "bfloat16",
+    "int8",
+    "relu",
+    "../../config.json",
+    "7",
+]
+VALUES += [[], [1], [0, 0], [2**40, 2**40], {}, {"a": 1}, [[[[]]]], "y" * 10_000, "\ud800"]
+
+
+def places(tree: Any, path: tuple = ()) -> Iterator[tuple]:
+    """The path of everything in a JSON value."""
+    inside = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    for key, value in inside:
+        yield (*path, key)
+        yield from places(value, (*path, key))
+
+
+def at(tree: Any, path: tuple) -> Any:
+    for key in path:
+        tree = tree[key]
+    return tree
+
+
+def edit_tree(rng: random.Random, tree: dict) -> dict:
+    """One change somewhere in a JSON object."""
+    tree = copy.deepcopy(tree)
+    path = rng.choice(list(places(tree)))
+    inside, key = at(tree, path[:-1]), path[-1]
+    value = inside[key]
+    match rng.choice(["delete", "rename", "value", "value", "value", "near", "near", "add", "other", "wrap"]):
+        case "delete":
+            del inside[key]
+        case "rename" if isinstance(inside, dict):
+            place = rng.randrange(len(key) + 1)
+            inside[key[:place] + rng.choice("aex_ \u00e9") + key[place + 1 :]] = inside.pop(key)
+        case "near" if type(value) in (int, float):
+            inside[key] = rng.choice(
+                [value + 1, value - 1, value * 2, -value, float(value), str(value), value * 10**9]
+            )
+        case "near" if isinstance(value, bool):
+            inside[key] = rng.choice([not value, int(value), None])
+        case "near" if isinstance(value, str) and value:
+            place = rng.randrange(len(value))
+            inside[key] = value[:place] + rng.choice("0aZ/") + value[place + 1 :]
+        case "add" if isinstance(inside, dict):
+            inside[rng.choice(KEYS)] = rng.choice(VALUES)
+        case "other":
+            inside[key] = copy.deepcopy(at(tree, rng.choice(list(places(tree)))))
+        case "wrap":
+            inside[key] = rng.choice([[value], {"value": value}])
+        case _:
+            inside[key] = rng.choice(VALUES)
+    return tree
+
+
+KEYS = """
+    num_attention_heads hidden_size num_hidden_layers max_position_embeddings num_labels layer_norm seed law
+    layer_norm_epsilon activation_function scale_attn_weights scale_attn_by_inverse_layer_idx n_head n_qk n_v
+    tie_word_embeddings qk_scale embedding_law embedding_range embedding_bits n_inner state density rule dtype
+    torch_dtype attn_implementation _attn_implementation pruned_heads per_layer_config pad_token_id id2label
+    add_cross_attention weight_generator quantization_config to_dict check tensor_names __class__ __dict__
+    attribute_map lm_head score wte h.0.attn.c_attn.query coded_masks data_offsets shape unknown
+""".split()
+COMPUTING = """
+    layer_norm layer_norm_epsilon activation_function scale_attn_weights n_embd n_layer vocab_size n_head seed
+    scale_attn_by_inverse_layer_idx tie_word_embeddings n_positions density law qk_scale state pad_token_id
+    scale_with_width initializer_range embedding embedding_bits dtype n_inner mask_digest model_type
+""".split()
+
+
+def duplicate_key(rng: random.Random, tree: dict) -> str:
+    """The text of an object in which a key stands twice, the first time with another value."""
+    key = rng.choice(sorted(tree))
+    return "{" + f"{json.dumps(key)}: {to_text(rng.choice(VALUES))}, " + to_text(tree)[1:]
+
+
+# -- damage -------------------------------------------------------------------------------------------
+
+Damage = Callable[[random.Random, Files, Victim, dict[str, Victim]], None]
+DAMAGES: dict[str, Damage] = {}
+
+
+def damage(kind: str) -> Callable[[Damage], Damage]:
+    def add(function: Damage) -> Damage:
+        DAMAGES[kind] = function
+        return function
+
+    return add
+
+
+@damage("flipped bits")
+def _flip(rng, files, victim, victims):
+    name = rng.choice([*files, victim.mask_file, CONFIG])
+    data = bytearray(files[name])
+    for _ in range(rng.choice([1, 1, 1, 2, 8])):
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    files[name] = bytes(data)
+
+
+@damage("flipped bits of the masks")
+def _flip_masks(rng, files, victim, victims):
+    tensors = len(take_apart(files[victim.mask_file])[2])
+    data = bytearray(files[victim.mask_file])
+    data[-1 - rng.randrange(tensors)] ^= 1 << rng.randrange(8)
+    files[victim.mask_file] = bytes(data)
+
+
+@damage("bytes of the header")
+def _header_bytes(rng, files, victim, victims):
+    data = bytearray(files[victim.mask_file])
+    length = struct.unpack("<Q", data[:8])[0]
+    start = rng.randrange(8 + length)
+    stop = min(len(data), start + rng.choice([1, 1, 2, 8, 100]))
+    new = {"set": rng.randbytes(stop - start), "cut": b"", "more": data[start:stop] * 2, "text": b'"}{,:0'}
+    data[start:stop] = new[rng.choice(list(new))]
+    files[victim.mask_file] = bytes(data)
+
+
+@damage("length of the header")
+def _header_length(rng, files, victim, victims):
+    data = files[victim.mask_file]
+    length = struct.unpack("<Q", data[:8])[0]
+    new = rng.choice([0, 1, length - 1, length + 1, len(data) - 8, len(data), 2**31, 2**40, 2**63, 2**64 - 1])
+    files[victim.mask_file] = struct.pack("<Q", new) + data[8:]
+
+
+@damage("truncated")
+def _truncate(rng, files, victim, victims):
+    name = rng.choice([*files, victim.mask_file])
+    files[name] = files[name][
+        : rng.choice([0, 1, 7, 8, 9, rng.randrange(len(files[name])), len(files[name]) - 1])
+    ]
+
+
+@damage("longer, or with parts exchanged")
+def _splice(rng, files, victim, victims):
+    name = rng.choice([*files, victim.mask_file])
+    data = files[name]
+    one, two, three = sorted(rng.randrange(len(data)) for _ in range(3))
+    new = [
+        data + rng.randbytes(rng.choice([1, 8, 1000])),
+        data * 2,
+        data[:one] + data[two:three] + data[one:two],
+    ]
+    new += [
+        data[:one] + bytes(three - one) + data[three:],
+        b"\xff" + data,
+        b"\xef\xbb\xbf" + data,
+        data[one:],
+    ]
+    files[name] = rng.choice(new)
+
+
+@damage("config.json edited")
+def _edit_config(rng, files, victim, victims):
+    files[CONFIG] = to_text(edit_tree(rng, json.loads(files[CONFIG]))).encode("utf-8", "surrogatepass")
+
+
+@damage("config.json: what is computed")
+def _edit_computing(rng, files, victim, victims):
+    config = json.loads(files[CONFIG])
+    key = rng.choice(COMPUTING)
+    if key == "model_type" or (key in config and rng.random() < 0.3):
+        del config[key]
+    else:
+        near = {
+            bool: [not config.get(key)],
+            int: [config.get(key, 0) + 1 if type(config.get(key)) is int else 1],
+        }
+        config[key] = rng.choice(near.get(type(config.get(key)), []) * 5 + VALUES)
+    files[CONFIG] = to_text(config).encode("utf-8", "surrogatepass")
+
+
+@damage("config.json: an alias or a key of transformers")
+def _alias(rng, files, victim, victims):
+    config = json.loads(files[CONFIG])
+    config[rng.choice(KEYS)] = rng.choice([1, 4, 8, 32, *VALUES])
+    files[CONFIG] = to_text(config).encode("utf-8", "surrogatepass")
+
+
+@damage("a key twice")
+def _twice(rng, files, victim, victims):
+    name = rng.choice([CONFIG, CONFIG, victim.mask_file, INDEX, GENERATION])
+    if name == victim.mask_file:
+        table, facts, tensors = take_apart(files[name])
+        if rng.random() < 0.5:
+            files[name] = with_table(duplicate_key(rng, table), tensors)
+        else:
+            text = duplicate_key(rng, facts)
+            table["__metadata__"] |= {
+                "hf_slt": text,
+                "hf_slt_sha256": sha256(text.encode("utf-8", "surrogatepass")),
+            }
+            files[name] = with_table(json.dumps(table), tensors)
+    elif name in files:
+        files[name] = duplicate_key(rng, json.loads(files[name])).encode("utf-8", "surrogatepass")
+    else:
+        files[CONFIG] = b'{"a": 1, "a": 2}'
+
+
+@damage("header edited, with a true digest")
+def _edit_header(rng, files, victim, victims):
+    table, facts, tensors = take_apart(files[victim.mask_file])
+    files[victim.mask_file] = put_together(table, edit_tree(rng, facts), tensors)
+
+
+@damage("header of a tensor edited, with true digests")
+def _edit_entry(rng, files, victim, victims):
+    table, facts, tensors = take_apart(files[victim.mask_file])
+    entry = facts["tensors"][rng.choice(sorted(facts["tensors"]))]
+    key = rng.choice(sorted(entry))
+    value = entry[key]
+    if key == "kept" and value:
+        entry[key] = rng.choice([value + 1, value - 1, 0, -1, 10**18, float(value), True])
+    elif key == "scale" and value:
+        entry[key] = rng.choice([value * 2, -value, 0.0, "@nan", "@overflow", 1e38])
+    elif key.endswith("sha256") and value:
+        entry[key] = rng.choice([value[::-1], "", value[:63], "0" * 64, value.upper() + " "])
+    else:
+        entry[key] = rng.choice(VALUES)
+    files[victim.mask_file] = put_together(table, facts, tensors)
+    if key == "data_sha256" and isinstance(entry[key], str):
+        _renew_digest(files, victim.mask_file)
+
+
+def _renew_digest(files: Files, name: str) -> None:
+    """The digest of all masks, as it follows from those of each, wherever it stands."""
+    table, facts, tensors = take_apart(files[name])
+    stored = sorted((one, entry) for one, entry in facts["tensors"].items() if entry.get("key"))
+    found = sha256("".join(f"{one} {entry['data_sha256']}\n" for one, entry in stored))
+    facts["mask_digest"] = facts["config"]["mask_digest"] = found
+    files[name] = put_together(table, facts, tensors)
+    files[CONFIG] = json.dumps(json.loads(files[CONFIG]) | {"mask_digest": found}).encode()
+
+
+@damage("config.json and header agree, the tensors do not")
+def _consistent(rng, files, victim, victims):
+    table, facts, tensors = take_apart(files[victim.mask_file])
+    config = json.loads(files[CONFIG])
+    wide = rng.choice([2, 3, 1000, 131072 // 16, 10**9, 10**30])
+    choices: list[dict[str, Any]] = [
+        {"n_embd": 16 * wide},
+        {"vocab_size": 32 * wide},
+        {"n_embd": 16 * wide, "vocab_size": 32 * wide},
+        {"n_positions": 16 * wide},
+        {"n_layer": wide},
+        {"n_layer": 0},
+        {"n_inner": wide},
+        {"n_qk": wide},
+        {"n_v": 7 * wide},
+        {"seed": wide},
+        {"initializer_range": 0.01 * wide},
+        {"qk_scale": wide},
+        {"law": "xavier_uniform"},
+        {"embedding_range": 0.7},
+        {"scale_with_width": False},
+        {"activation_function": "none of them"},
+        {"num_labels": 10**9 * wide, "id2label": None},
+        {"attn_pdrop": 3.0},
+        {"dtype": "int8"},
+        {"dtype": "save"},
+        {"embedding": "frozen" if config.get("embedding") == "trained" else "trained"},
+    ]
+    changes = rng.choice(choices)
+    for one in (config, facts["config"]):
+        one |= changes
+        if one.get("id2label", 1) is None:
+            del one["id2label"]
+    facts |= {key: value for key, value in changes.items() if key in facts}
+    if rng.random() < 0.8:  # the header's tensors follow; what is stored does not
+        with contextlib.suppress(Exception):  # a configuration that cannot be
+            new = SupermaskGPT2Config(
+                **{key: one for key, one in changes.items() if key != "id2label"} | TINY | changes
+            )
+            none_kept = rng.random() < 0.5
+            for name, entry in facts["tensors"].items():
+                spec = new.tensor(name)
+                entry["shape"] = list(spec.shape)
+                if entry["law"] is not None:
+                    entry |= {"law": spec.law, "scale": spec.scale}
+                if none_kept and entry["kept"] is not None:
+                    entry["kept"] = rng.choice([0, spec.size])
+    files[CONFIG] = json.dumps(config).encode()
+    files[victim.mask_file] = put_together(table, facts, tensors)
+
+
+@damage("tensors of the file")
+def _tensors(rng, files, victim, victims):
+    table, facts, tensors = take_apart(files[victim.mask_file])
+    names = sorted(set(table) - {"__metadata__"})
+    name, other = rng.choice(names), rng.choice(names)
+    match rng.choice(
+        ["missing", "extra", "frozen", "renamed", "reshaped", "dtype", "exchanged", "offsets", "edit"]
+    ):
+        case "missing":
+            del table[name]
+        case "extra":
+            table["more"] = {"dtype": "U8", "shape": [4], "data_offsets": [len(tensors), len(tensors) + 4]}
+            tensors += b"1234"
+        case "frozen":
+            entry = {
+                "shape": [10**5, 10**5],
+                "key": None,
+                "law": "normal",
+                "scale": 1.0,
+                "weight_sha256": "0" * 64,
+            }
+            facts["tensors"][rng.choice(["h.1.mlp.c_fc", "more", "wte"])] = entry
+        case "renamed":
+            table[name + "_"] = table.pop(name)
+        case "reshaped":
+            table[name]["shape"] = rng.choice(
+                [[1, *table[name]["shape"]], [0], [], [2**40], [-1], ["8"], [2**62, 4]]
+            )
+        case "dtype":
+            table[name]["dtype"] = rng.choice(["I8", "F16", "F32", "BF16", "BOOL", "U64", "F4", "X", 7, None])
+        case "exchanged" if name != other:
+            table[name]["data_offsets"], table[other]["data_offsets"] = (
+                table[other]["data_offsets"],
+                table[name]["data_offsets"],
+            )
+        case "offsets":
+            table[name]["data_offsets"] = rng.choice(
+                [[0, 0], [0, 2**40], [8, 0], [-8, 8], [], None, [0.5, 1], "0"]
+            )
+        case _:
+            table[name] = edit_tree(rng, {"one": table[name]}).get("one", {})
+    files[victim.mask_file] = put_together(table, facts, tensors)
+
+
+@damage("metadata of the file")
+def _metadata(rng, files, victim, victims):
+    table, _, tensors = take_apart(files[victim.mask_file])
+    table["__metadata__"] = edit_tree(rng, {"one": table["__metadata__"]}).get("one", {})
+    files[victim.mask_file] = with_table(to_text(table), tensors)
+
+
+@damage("index edited")
+def _edit_index(rng, files, victim, victims):
+    index = json.loads(
+        files.get(INDEX, b'{"metadata": {}, "weight_map": {"transformer.wte.weight": "model.safetensors"}}')
+    )
+    if rng.random() < 0.5:
+        elsewhere = rng.choice(
+            ["../other/model.safetensors", "/dev/zero", MODEL, "", "model-00001-of-00002.safetensors"]
+        )
+        index["weight_map"][
+            rng.choice([*index["weight_map"], "transformer.wte.weight", "lm_head.weight"])
+        ] = elsewhere
+        files[MODEL if MODEL not in files else "other.safetensors"] = dense_weights()
+    else:
+        index = edit_tree(rng, index)
+    files[INDEX] = to_text(index).encode("utf-8", "surrogatepass")
+
+
+@damage("generation_config.json edited")
+def _edit_generation(rng, files, victim, victims):
+    generation = edit_tree(rng, json.loads(files.get(GENERATION, b'{"max_length": 5}')))
+    files[GENERATION] = to_text(generation).encode("utf-8", "surrogatepass")
+
+
+@damage("files of two tickets")
+def _mix(rng, files, victim, victims):
+    others = [one for one in victims.values() if one is not victim]
+    other = rng.choice([victims["second"], *others] if victim is not victims["second"] else others)
+    name = rng.choice([CONFIG, victim.mask_file, INDEX])
+    source = other.mask_file if name == victim.mask_file else name
+    if source in other.files:
+        files[name] = other.files[source]
+    if name == victim.mask_file and rng.random() < 0.3:  # all masks of the other under the own header
+        table, facts, _ = take_apart(victim.files[name])
+        files[name] = put_together(table, facts, take_apart(files[name])[2])
+
+
+def dense_weights() -> bytes:
+    names = ["transformer.wte.weight", "transformer.wpe.weight", "lm_head.weight"]
+    return save({name: torch.ones(32, 16) for name in names}, {"format": "pt"})
+
+
+@damage("a dense model.safetensors")
+def _dense(rng, files, victim, victims):
+    if rng.random() < 0.6:
+        del files[victim.mask_file]
+        if rng.random() < 0.5:
+            files.pop(INDEX, None)
+    files[rng.choice([MODEL, MODEL, MASKS])] = dense_weights()
+
+
+@damage("a file is missing")
+def _missing(rng, files, victim, victims):
+    for name in rng.sample(sorted(files), rng.choice([1, 1, 2])):
+        del files[name]
+    if victim.mask_file not in files:
+        files[CONFIG] = victim.files[CONFIG]  # without either it is no ticket
+
+
+@damage("a link, a pipe or a folder in place of a file")
+def _special(rng, files, victim, victims):
+    name = rng.choice([CONFIG, victim.mask_file, victim.mask_file, INDEX, GENERATION])
+    elsewhere = [
+        "/dev/zero",
+        "/dev/null",
+        "/dev/random",
+        "/nowhere",
+        name,
+        "/etc/hostname",
+        "..",
+        "/proc/self/mem",
+    ]
+    files[name] = rng.choice([("pipe",), ("folder",), ("socket",), *(("link", one) for one in elsewhere)])
+
+
+@damage("state")
+def _state(rng, files, victim, victims):
+    where = rng.choice(["config", "header", "both", "typo"])
+    value = rng.choice(["scores", "Ticket", "", None, True, ["ticket"], "dense", 10**400])
+    if where in ("config", "both"):
+        files[CONFIG] = to_text(json.loads(files[CONFIG]) | {"state": value}).encode()
+    if where in ("header", "both"):
+        table, facts, tensors = take_apart(files[victim.mask_file])
+        facts["config"]["state"] = value
+        files[victim.mask_file] = put_together(table, facts, tensors)
+    if where == "typo":
+        files[CONFIG] = files[CONFIG].replace(b'"state"', rng.choice([b'"statd"', b'"State"', b'"state "']))
+
+
+@damage("a save that was not ours")
+def _next(rng, files, victim, victims):
+    """Files laid where a save that is cut short would leave them."""
+    other = rng.choice(list(victims.values()))
+    digest = sha256(rng.choice([files[CONFIG], files[CONFIG], other.files[CONFIG]]))[:16]
+    laid = rng.choice([dict(other.files), {}, {other.mask_file: other.files[other.mask_file]}, dict(files)])
+    if rng.random() < 0.5:
+        laid.pop(CONFIG, None)
+    if other.files[CONFIG] == files[CONFIG] or rng.random() < 0.3:
+        laid = {name: data[: len(data) // 2] for name, data in laid.items()}
+    files[f".next-{digest}"] = rng.choice([laid, laid, laid, ("link", ".."), ("pipe",), b""])
+
+
+# -- one case ---------------------------------------------------------------------------------------
+
+
+def lay_out(folder: Path, files: Files) -> None:
+    folder.mkdir()
+    for name, what in files.items():
+        path = folder / name
+        if isinstance(what, bytes):
+            path.write_bytes(what)
+        elif isinstance(what, dict):
+            lay_out(path, what)
+        elif what[0] == "link":
+            path.symlink_to(what[1])
+        elif what[0] == "pipe":
+            os.mkfifo(path)
+        elif what[0] == "socket":
+            os.mknod(path, 0o140600)
+        else:
+            path.mkdir()
+
+
+class TooLong(BaseException):
+    """Took more than SECONDS."""
+
+
+def _ring(*_: Any) -> None:
+    raise TooLong
+
+
+@dataclass
+class Result:
+    """What became of a damaged ticket, by way of loading it: "refused", "same", "not asked", or a failure."""
+
+    number: int
+    kind: str
+    victim: str
+    outcomes: dict[str, str] = field(default_factory=dict)
+    details: str = ""
+
+    @property
+    def failed(self) -> bool:
+        return any(outcome not in ("refused", "same", "not asked") for outcome in self.outcomes.values())
+
+
+def run_case(seed: int, number: int, victims: dict[str, Victim], folder: Path) -> Result:
+    rng = random.Random(f"{seed} {number}")
+    kind, name = rng.choice(list(DAMAGES)), rng.choice(list(victims))
+    victim, result = victims[name], Result(number, kind, name)
+    files = dict(victim.files)
+    DAMAGES[kind](rng, files, victim, victims)
+    lay_out(folder, files)
+    ways: dict[str, Callable[[], bool]] = {
+        "verify": lambda: bool(verify_ticket(folder)),
+        "class": lambda: _same_model(type(victim.model).from_pretrained(folder), victim),
+        "auto": lambda: _same_model(victim.auto.from_pretrained(folder, trust_remote_code=False), victim),
+        "load_mask": lambda: _same_mask(victim, folder),
+        "file": lambda: _same_model(type(victim.model).from_pretrained(folder / victim.mask_file), victim),
+    }
+    if isinstance(files.get(CONFIG), tuple):
+        del ways["auto"]  # transformers would read a device to its end
+    if not isinstance(files.get(victim.mask_file), bytes) or (
+        isinstance(files.get(MODEL), bytes) and MASKS in files
+    ):
+        del ways["file"]
+    for way, load in ways.items():
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        signal.setitimer(signal.ITIMER_REAL, SECONDS)
+        try:
+            result.outcomes[way] = "same" if load() else "ANOTHER MODEL"
+        except TicketError:
+            result.outcomes[way] = "refused"
+        except TooLong:
+            result.outcomes[way] = f"MORE THAN {SECONDS} SECONDS"
+            result.details += traceback.format_exc()
+        except Exception as error:
+            frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+            ours = any("hf_slt" + os.sep in name for name in frames)
+            result.outcomes[way] = type(error).__name__ if ours or way != "auto" else "not asked"
+            result.details += traceback.format_exc() if ours or way != "auto" else ""
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+        if grown > MEGABYTES:
+            result.outcomes[way] = f"{grown:.0f} MB"
+    if result.outcomes["verify"] == "same" and "refused" in map(
+        result.outcomes.get, ("class", "auto", "file")
+    ):
+        result.outcomes["verify"] = "PASSED WHAT DOES NOT LOAD"
+    return result
+
+
+def _same_model(model: Any, victim: Victim) -> bool:
+    state = state_of(model)
+    return (
+        state.keys() == victim.state.keys()
+        and all(torch.equal(state[name], values) for name, values in victim.state.items())
+        and logits_of(model).dtype == victim.logits.dtype
+        and torch.equal(logits_of(model), victim.logits)
+    )
+
+
+def _same_mask(victim: Victim, folder: Path) -> bool:
+    model = victim.model
+    model.load_mask(folder, "loaded")
+    try:
+        model.set_mask("loaded")
+        state = state_of(model)
+        return all(torch.equal(state[name], values) for name, values in victim.state.items())
+    finally:
+        model.set_mask("default")
+        model.delete_mask("loaded")
+
+
+def campaign(count: int, seed: int = 0, first: int = 0, bar: bool = False) -> Iterator[Result]:
+    """Results of `count` cases."""
+    numbers = tqdm(range(first, first + count), disable=not bar, unit="ticket", mininterval=1, smoothing=0)
+    with tempfile.TemporaryDirectory() as place, _quiet():
+        victims = make_victims(Path(place))
+        for number in numbers:
+            folder = Path(place, "damaged")
+            yield run_case(seed, number, victims, folder)
+            shutil.rmtree(folder)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    before = signal.signal(signal.SIGALRM, _ring)
+    transformers.logging.disable_progress_bar()
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+        transformers.logging.enable_progress_bar()
+        signal.signal(signal.SIGALRM, before)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--count", type=int, default=20_000, help="how many damaged tickets")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--first", type=int, default=0, help="number of the first; with --count 1 that case alone"
+    )
+    options = parser.parse_args()
+    table: dict[str, Counter] = {kind: Counter() for kind in DAMAGES}
+    failures = 0
+    for result in campaign(options.count, options.seed, options.first, bar=True):
+        table[result.kind]["tickets"] += 1
+        for outcome in result.outcomes.values():
+            table[result.kind][outcome if outcome in ("refused", "same", "not asked") else "FAILED"] += 1
+        if result.failed or options.count == 1:
+            failures += result.failed
+            again = f"python -m tests.attack --seed {options.seed} --first {result.number} --count 1"
+            tqdm.write(
+                f"{result.kind}, ticket {result.victim!r}: {result.outcomes}\n  {again}\n{result.details}"
+            )
+    columns = ("tickets", "refused", "same", "not asked", "FAILED")
+    print(f"{'loads, by kind of damage':56}" + "".join(f"{column:>10}" for column in columns))
+    for kind, counts in (*table.items(), ("all", sum(table.values(), Counter()))):
+        print(f"{kind:56}" + "".join(f"{counts[column]:10,}" for column in columns))
+    sys.exit(f"{failures} of {options.count} failed" if failures else 0)
+
+
+if __name__ == "__main__":
+    main()
