@@ -23,7 +23,7 @@ from ..model.ticket import (
     TicketError,
     read_header,
 )
-from .card import CARD_FILE, FIGURES, write_card
+from .card import CARD_FILE, FIGURES, rename_card, write_card
 from .saving import rewrite_ticket
 from .verify import mask_path, verified_ticket
 
@@ -48,13 +48,27 @@ def fetch_ticket(
         return path.parent
     if path.exists():
         return path
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(source)):
+    if "/" not in str(source):
         raise TicketError(f"{source}: no such folder, and no name on the Hub (such as me/ticket)")
+    refuse_missing(source)
     patterns = [*TICKET_FILES, MODEL_FILE, "*.py"]
     folder = Path(snapshot_download(str(source), revision=revision, token=token, allow_patterns=patterns))
     if not mask_path(folder).is_file():
         raise TicketError(f"{source}: no ticket there: the Hub has neither {MASK_FILE} nor {MODEL_FILE}")
     return folder
+
+
+def refuse_missing(source: str | os.PathLike) -> None:
+    """Raise TicketError for what is meant as a folder and is not there: the Hub would be asked in vain.
+
+    A name on the Hub is two words, as me/ticket, or one that has always been there, as gpt2.
+    """
+    if Path(source).exists():
+        return
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(source)):
+        raise TicketError(f"{source}: no such folder, and no name on the Hub (such as me/ticket)")
+    if "/" in str(source) and (parent := Path(source).parent).is_dir():
+        raise TicketError(f"{source}: no such folder; {parent} is one, so that no name on the Hub is meant")
 
 
 def push_ticket(
@@ -89,8 +103,7 @@ def push_ticket(
         rewrite_ticket(folder, stage, encoding=encoding or header.encoding, verified=ticket)
         card = Path(stage) / CARD_FILE
         if card.is_file():  # it may name the folder it was trained in
-            place = r'(from_pretrained\("|`slt verify )[^"`]*'
-            card.write_text(re.sub(place, rf"\g<1>{repo_id}", card.read_text("utf-8")), "utf-8")
+            card.write_text(rename_card(card.read_text("utf-8"), repo_id), "utf-8")
         else:
             write_card(stage, name=repo_id, header=header)
         if tags:
