@@ -94,11 +94,12 @@ def build_parser() -> OptionParser:
 
     def text(one: OptionParser) -> None:
         one.add_argument("model", metavar="MODEL", help="ticket, local folder or Hub name of a causal LM")
-        files = (
-            "text, JSON lines or Parquet, or glob patterns; by default the embedded corpus, validation part"
-        )
+        files = "files, folders or glob patterns; by default the validation part of the embedded corpus"
         one.add_argument("--files", nargs="+", metavar="FILE", help=files)
         one.add_argument("--text_column", default="text", help="column that holds the text")
+        tokenizer(one)
+
+    def tokenizer(one: OptionParser) -> None:
         one.add_argument("--tokenizer", help="tokenizer, if it does not lie beside the model")
 
     def number(one: OptionParser, name: str, help: str, default: Any = None, kind: type = int) -> None:
@@ -110,7 +111,11 @@ def build_parser() -> OptionParser:
     def flag(one: OptionParser, name: str, help: str) -> None:
         one.add_argument(f"--{name}", action="store_true", help=help)
 
-    device, dtype = "where to compute: cpu, cuda, mps", "numbers to compute with; auto: as saved"
+    def device(one: OptionParser, dtypes: str, default: str) -> None:
+        one.add_argument("--device", default="cpu", help="where to compute: cpu, cuda, mps")
+        choice(one, "dtype", "numbers to compute with; auto: as saved", dtypes, default)
+
+    any_dtype = "auto float32 float64 bfloat16 float16"
     encoding = "one bit a weight, or the entropy of the masks"
 
     one = command("inspect", inspect, "show what is in a ticket: tensors, densities, bytes, digests")
@@ -155,8 +160,8 @@ def build_parser() -> OptionParser:
     number(one, "top_k", "draw from this many likeliest tokens", 40)
     number(one, "seed", "seed of the draw", 0)
     one.add_argument("--mask", metavar="TICKET", help="use the mask of another ticket on the same weights")
-    one.add_argument("--device", default="cpu", help=device)
-    one.add_argument("--dtype", default="auto", help=dtype)
+    tokenizer(one)
+    device(one, any_dtype, "auto")
     remote(one)
 
     one = command("evaluate", evaluate, "measure loss, perplexity and bits per byte of a model on text")
@@ -164,8 +169,7 @@ def build_parser() -> OptionParser:
     number(one, "block_size", "inputs in a window; at most 1024 by default")
     number(one, "stride", "tokens a window advances; half of it by default")
     number(one, "batch_size", "windows at a time", 4)
-    one.add_argument("--device", default="cpu", help=device)
-    one.add_argument("--dtype", default="auto", help=dtype)
+    device(one, any_dtype, "auto")
     flag(one, "json", "print one JSON object, and no progress bar")
 
     one = command("curvature", curvature, "measure how the loss bends along each block of a GPT-2's weights")
@@ -176,8 +180,7 @@ def build_parser() -> OptionParser:
     number(one, "seed", "seed of these vectors", 0)
     number(one, "sequences", "blocks of text to take", 4)
     number(one, "block_size", "tokens in a block; at most 64 by default")
-    one.add_argument("--device", default="cpu", help=device)
-    choice(one, "dtype", "numbers to compute with", "float32 float64", "float32")
+    device(one, "float32 float64", "float32")
     flag(one, "json", "print one JSON object, with both parts of each Hessian and their traces")
     flag(one, "eigenvalues", "with --json: extreme eigenvalues too, in several times the time")
     one.add_argument("--figure", metavar="FILE", help="draw the table to FILE")
@@ -345,7 +348,11 @@ def merge(args: argparse.Namespace) -> None:
     from .sharing.files import staged
     from .sharing.hub import TOKENIZER_FILES, fetch_ticket
 
+    if Path(args.output).is_dir() and _is_supermask(Path(args.output)):
+        raise SLTError(f"{args.output}: holds a supermask GPT-2, which stays; give another folder")
     folder = fetch_ticket(args.ticket, revision=args.revision, token=args.token)
+    if not _is_supermask(folder):
+        raise SLTError(f"{args.ticket}: not a supermask GPT-2, so that there is no mask to merge")
     stock = _load_model(folder).merge_and_unload()
     with staged(args.output) as stage:
         stock.save_pretrained(stage)
@@ -359,17 +366,26 @@ def generate(args: argparse.Namespace) -> None:
     """Print text as it comes."""
     from transformers import AutoTokenizer, TextStreamer, set_seed
 
-    from .sharing.hub import fetch_ticket
+    from .sharing.hub import TOKENIZER_FILES, fetch_ticket
 
+    _check_device(args.device)
     folder = fetch_ticket(args.ticket, revision=args.revision, token=args.token)
+    if args.mask and not _is_supermask(folder):
+        raise SLTError(f"{args.ticket}: not a supermask GPT-2, which takes no --mask")
     options = {"mask": fetch_ticket(args.mask)} if args.mask else {}
     model = _load_model(folder, dtype=args.dtype, **options).to(args.device)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if not args.tokenizer and not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        cure = "save one there (tokenizer.save_pretrained), or give --tokenizer"
+        raise SLTError(f"{args.ticket}: there is no tokenizer beside the model; {cure}")
+    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or folder)
     ids = tokenizer(args.prompt or tokenizer.bos_token, return_tensors="pt").input_ids
-    room = model.config.n_positions - ids.shape[1]
+    positions = model.config.max_position_embeddings
+    room = positions - ids.shape[1]
     if room < 1:
-        most = model.config.n_positions - 1
-        raise SLTError(f"the prompt has {ids.shape[1]} tokens, the model takes {most} at most; shorten it")
+        most = f"the model takes {positions - 1} at most"
+        raise SLTError(f"the prompt has {ids.shape[1]} tokens, {most}; shorten it")
+    if room < args.max_new_tokens:
+        print(f"slt: at most {room} new tokens: the model has {positions} positions", file=sys.stderr)
     set_seed(args.seed)
     drawing = {} if args.greedy else {"temperature": args.temperature, "top_k": args.top_k}
     model.generate(
@@ -388,8 +404,11 @@ def evaluate(args: argparse.Namespace) -> None:
     from datasets import disable_progress_bars
     from transformers.utils import logging
 
+    from .sharing.hub import refuse_missing
     from .text.evaluation import evaluate_saved
 
+    refuse_missing(args.model)
+    _check_device(args.device)
     disable_progress_bars()  # of reading and loading; ours tells how long it takes
     logging.disable_progress_bar()
     options = _some(args, "text_column tokenizer device dtype block_size stride batch_size")
@@ -404,7 +423,10 @@ def curvature(args: argparse.Namespace) -> None:
     from transformers.utils import logging
 
     from .papers.curvature_report import format_report, measure_saved, plot_report, report_facts
+    from .sharing.hub import refuse_missing
 
+    refuse_missing(args.model)
+    _check_device(args.device)
     logging.disable_progress_bar()  # of loading; ours tells how long it takes
     report = measure_saved(
         args.model,
@@ -419,6 +441,24 @@ def curvature(args: argparse.Namespace) -> None:
         plot_report(report, args.figure, title=f"{args.model}: curvature by layer and block")
     facts = {"model": args.model, **report_facts(report)}
     print(json.dumps(facts, indent=1) if args.json else format_report(report))
+
+
+def _is_supermask(folder: Path) -> bool:
+    from .model.configuration_supermask_gpt2 import SupermaskGPT2Config
+    from .model.ticket import CONFIG_FILE, read_json
+
+    path = folder / CONFIG_FILE
+    return path.exists() and read_json(path).get("model_type") == SupermaskGPT2Config.model_type
+
+
+def _check_device(name: str) -> None:
+    import torch
+
+    try:
+        torch.empty(0, device=name)
+    except (AssertionError, RuntimeError) as error:
+        why = str(error).splitlines()[0]
+        raise SLTError(f"--device {name} cannot be used here ({why}); try cpu") from None
 
 
 def _load_model(folder: Path, **options: Any) -> Any:
