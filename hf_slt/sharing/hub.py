@@ -9,10 +9,19 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, snapshot_download
+from huggingface_hub import (
+    CommitOperationAdd,
+    CommitOperationDelete,
+    HfApi,
+    ModelCard,
+    snapshot_download,
+    try_to_load_from_cache,
+)
 
 from ..model.ticket import (
     CONFIG_FILE,
@@ -43,32 +52,46 @@ def fetch_ticket(
 
     A mask file stands for the folder it lies in.
     """
-    path = Path(source)
+    path, name = Path(source), str(source)
     if path.is_file() and path.name in (MASK_FILE, MODEL_FILE):
         return path.parent
     if path.exists():
         return path
-    if "/" not in str(source):
+    if "/" not in name:
         raise TicketError(f"{source}: no such folder, and no name on the Hub (such as me/ticket)")
-    refuse_missing(source)
     patterns = [*TICKET_FILES, MODEL_FILE, "*.py"]
-    folder = Path(snapshot_download(str(source), revision=revision, token=token, allow_patterns=patterns))
+    with _asking_hub(name):
+        folder = Path(snapshot_download(name, revision=revision, token=token, allow_patterns=patterns))
     if not mask_path(folder).is_file():
         raise TicketError(f"{source}: no ticket there: the Hub has neither {MASK_FILE} nor {MODEL_FILE}")
     return folder
 
 
-def refuse_missing(source: str | os.PathLike) -> None:
-    """Raise TicketError for what is meant as a folder and is not there: the Hub would be asked in vain.
+def refuse_missing(name: str) -> None:
+    """Raise for a model that is neither a folder, nor in the cache, nor on the Hub: at once.
 
-    A name on the Hub is two words, as me/ticket, or one that has always been there, as gpt2.
+    `from_pretrained` would ask the Hub for minutes, and say little of a folder.
     """
-    if Path(source).exists():
-        return
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(source)):
-        raise TicketError(f"{source}: no such folder, and no name on the Hub (such as me/ticket)")
-    if "/" in str(source) and (parent := Path(source).parent).is_dir():
-        raise TicketError(f"{source}: no such folder; {parent} is one, so that no name on the Hub is meant")
+    if not Path(name).exists():
+        with _asking_hub(name):
+            if try_to_load_from_cache(name, CONFIG_FILE) is None:
+                HfApi().model_info(name)
+
+
+@contextmanager
+def _asking_hub(name: str) -> Iterator[None]:
+    """Refuse what is meant as a folder; if the Hub does not answer, say that there is no folder either."""
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+        raise TicketError(f"{name}: no such folder, and no name on the Hub (such as me/ticket)")
+    if "/" in name and (parent := Path(name).parent).is_dir():
+        raise TicketError(f"{name}: no such folder; {parent} is one, so that no name on the Hub is meant")
+    try:
+        yield
+    except Exception as error:
+        for one in (error, error.__cause__):  # errors of the Hub's own HTTP client
+            if type(one).__module__.startswith("httpx") and type(one).__name__ != "HTTPStatusError":
+                raise RuntimeError(f"{name}: no such folder here, and no answer from the Hub.") from one
+        raise
 
 
 def push_ticket(
