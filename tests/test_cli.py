@@ -341,9 +341,31 @@ def test_wrong_words_are_named_in_one_line(capsys, words, message):
     assert message in shown
 
 
+@pytest.mark.parametrize(
+    ("words", "code"), [(["--help"], 0), (["merge", "--help"], 0), (["dance"], 2), ([], 0)], ids=str
+)
+def test_help_and_wrong_words_do_not_wait_for_torch(words, code):
+    """As the installed script starts; what it imported by then is what it took."""
+    program = (
+        "import sys\ntry:\n    import slt_command\n    slt_command.main()\nfinally:\n    print(*sys.modules)"
+    )
+    command = [sys.executable, "-c", program, *words]
+    environment = {**os.environ, "PYTHONPATH": str(Path(hf_slt.__file__).parents[1])}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == code
+    assert "slt" in (done.stderr if code else done.stdout)
+    assert not {"torch", "transformers", "numpy", "hf_slt"} & set(done.stdout.splitlines()[-1].split())
+
+
+def test_the_version(capsys):
+    assert run(capsys, "--version") == (0, f"hf_slt {hf_slt.__version__}\n", "")
+
+
 def test_without_a_command_there_is_help(capsys):
-    code, out, _ = run(capsys)
-    assert code == 0
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    out = capsys.readouterr().out
+    assert not ended.value.code
     assert out.startswith("usage: slt")
     for command in "inspect verify diff combine pack merge generate evaluate curvature push".split():
         assert f"\n    {command}" in out
