@@ -1,27 +1,35 @@
 """The `slt` command: what one does with a ticket that is there. Words in, calls out.
 
-A command imports what it needs when it runs, so that help does not wait for torch. What goes wrong is one
-line on stderr and exit code 1; `slt --debug COMMAND ...` shows where it went wrong.
+The words are declared in options.py. What goes wrong is one line on stderr and exit code 1; `slt --debug
+COMMAND ...` shows where it went wrong.
 """
 
 import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from . import __version__
 from .model.ticket import SLTError
-from .options import OptionParser
+from .options import parse_slt
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run the command of these words, or of the command line."""
+    return run(parse_slt(arguments))
+
+
+def run(args: argparse.Namespace) -> int:
     """Run one command; 0 if that went well, 1 with one line on stderr if not, 130 if interrupted."""
-    args = build_parser().parse_args(arguments)
+    if args.version:
+        print(f"hf_slt {__version__}")
+        return 0
+    commands = (inspect, verify, diff, combine, pack, push, merge, generate, evaluate, curvature)
     try:
-        return args.run(args) or 0
+        return {one.__name__: one for one in commands}[args.command](args) or 0
     except BrokenPipeError:  # the reader has seen enough, as in `slt inspect ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -64,134 +72,6 @@ def _explain_refusal(error: Any) -> str | None:
     if status == 403:
         return f"no permission on the Hub ({said}); the token must be one that may write there"
     return None
-
-
-def build_parser() -> OptionParser:
-    """The words that `slt` understands."""
-    parser = OptionParser(
-        "slt",
-        description="Look at, check, convert, share and run tickets. A TICKET is a folder or a Hub name.",
-    )
-    parser.add_argument("--version", action="version", version=f"hf_slt {__version__}")
-    parser.add_argument("--debug", action="store_true", help="show the traceback of what goes wrong")
-    parser.set_defaults(run=lambda _: parser.print_help())
-    commands = parser.add_subparsers(metavar="COMMAND")
-
-    def command(name: str, run: Callable[[argparse.Namespace], int | None], help: str) -> Any:
-        one = commands.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
-        one.set_defaults(run=run)
-        return one
-
-    def ticket(one: OptionParser, name: str = "ticket", **options: Any) -> None:
-        one.add_argument(name, metavar=name.upper(), help="folder, mask file or Hub name", **options)
-
-    def token(one: OptionParser) -> None:
-        one.add_argument("--token", help="token of the Hub; by default that of `hf auth login`")
-
-    def remote(one: OptionParser) -> None:
-        one.add_argument("--revision", help="branch, tag or commit on the Hub; main by default")
-        token(one)
-
-    def text(one: OptionParser) -> None:
-        one.add_argument("model", metavar="MODEL", help="ticket, local folder or Hub name of a causal LM")
-        files = (
-            "text, JSON lines or Parquet, or glob patterns; by default the embedded corpus, validation part"
-        )
-        one.add_argument("--files", nargs="+", metavar="FILE", help=files)
-        one.add_argument("--text_column", default="text", help="column that holds the text")
-        one.add_argument("--tokenizer", help="tokenizer, if it does not lie beside the model")
-
-    def number(one: OptionParser, name: str, help: str, default: Any = None, kind: type = int) -> None:
-        one.add_argument(f"--{name}", metavar="N", type=kind, default=default, help=help)
-
-    def choice(one: OptionParser, name: str, help: str, choices: str, default: Any = None) -> None:
-        one.add_argument(f"--{name}", choices=choices.split(), default=default, help=help)
-
-    def flag(one: OptionParser, name: str, help: str) -> None:
-        one.add_argument(f"--{name}", action="store_true", help=help)
-
-    device, dtype = "where to compute: cpu, cuda, mps", "numbers to compute with; auto: as saved"
-    encoding = "one bit a weight, or the entropy of the masks"
-
-    one = command("inspect", inspect, "show what is in a ticket: tensors, densities, bytes, digests")
-    ticket(one)
-    flag(one, "json", "print one JSON object")
-    one.add_argument("--figure", metavar="FILE", help="draw masks and what rows and columns keep to FILE")
-    remote(one)
-
-    one = command("verify", verify, "check masks, weights and configuration against their digests")
-    ticket(one)
-    flag(one, "no_weights", "do not draw the weights again: quick, but less")
-    remote(one)
-
-    one = command("diff", diff, "compare two tickets: overlap and distance of their masks")
-    ticket(one, "one")
-    ticket(one, "other")
-    flag(one, "json", "print one JSON object")
-
-    one = command("combine", combine, "make one ticket of the masks of several on the same random weights")
-    ways = ["intersection", "union", "majority"]
-    one.add_argument("how", choices=ways, help="keep what all of them keep, any, or most")
-    ticket(one, "tickets", nargs="+")
-    one.add_argument("--output", metavar="DIR", required=True, help="folder of the new ticket")
-    choice(one, "encoding", encoding, "packed entropy", "packed")
-
-    one = command("pack", pack, "store the masks of a ticket in another encoding, without loss")
-    one.add_argument("ticket", metavar="DIR", help="folder of the ticket")
-    choice(one, "encoding", encoding + "; as it is by default", "packed entropy")
-    one.add_argument("--output", metavar="DIR", help="folder of the new ticket; the same one by default")
-
-    one = command("merge", merge, "write a ticket as a stock GPT-2 checkpoint, which needs no code of ours")
-    ticket(one)
-    one.add_argument("output", metavar="OUT", help="folder of the checkpoint")
-    remote(one)
-
-    one = command("generate", generate, "go on with a text, word by word")
-    ticket(one)
-    one.add_argument("--prompt", default="", help="the text to go on with; none by default")
-    number(one, "max_new_tokens", "tokens to add, at most", 100)
-    flag(one, "greedy", "always take the likeliest token, draw none")
-    number(one, "temperature", "above 1 draws more wildly", 1.0, float)
-    number(one, "top_k", "draw from this many likeliest tokens", 40)
-    number(one, "seed", "seed of the draw", 0)
-    one.add_argument("--mask", metavar="TICKET", help="use the mask of another ticket on the same weights")
-    one.add_argument("--device", default="cpu", help=device)
-    one.add_argument("--dtype", default="auto", help=dtype)
-    remote(one)
-
-    one = command("evaluate", evaluate, "measure loss, perplexity and bits per byte of a model on text")
-    text(one)
-    number(one, "block_size", "inputs in a window; at most 1024 by default")
-    number(one, "stride", "tokens a window advances; half of it by default")
-    number(one, "batch_size", "windows at a time", 4)
-    one.add_argument("--device", default="cpu", help=device)
-    one.add_argument("--dtype", default="auto", help=dtype)
-    flag(one, "json", "print one JSON object, and no progress bar")
-
-    one = command("curvature", curvature, "measure how the loss bends along each block of a GPT-2's weights")
-    text(one)
-    choice(one, "space", "over weights, or over the scores that are trained", "weight score", "weight")
-    choice(one, "layer_norm", "with LayerNorm, without it, or side by side", "keep remove both", "both")
-    number(one, "probes", "random vectors for each block", 20)
-    number(one, "seed", "seed of these vectors", 0)
-    number(one, "sequences", "blocks of text to take", 4)
-    number(one, "block_size", "tokens in a block; at most 64 by default")
-    one.add_argument("--device", default="cpu", help=device)
-    choice(one, "dtype", "numbers to compute with", "float32 float64", "float32")
-    flag(one, "json", "print one JSON object, with both parts of each Hessian and their traces")
-    flag(one, "eigenvalues", "with --json: extreme eigenvalues too, in several times the time")
-    one.add_argument("--figure", metavar="FILE", help="draw the table to FILE")
-
-    one = command("push", push, "upload a ticket to the Hub: masks, configuration, code, tokenizer and card")
-    one.add_argument("ticket", metavar="DIR", help="folder of the ticket")
-    one.add_argument("repo", metavar="REPO", help="name on the Hub, such as me/ticket; made if not there")
-    one.add_argument("--private", action="store_true", default=None, help="if it is made: not for the public")
-    one.add_argument("--revision", help="branch to push to; main by default")
-    one.add_argument("--message", help="commit message")
-    flag(one, "create_pr", "open a pull request instead")
-    token(one)
-    choice(one, "encoding", encoding + "; as it is by default", "packed entropy")
-    return parser
 
 
 # -- commands that need no torch ----------------------------------------------------------------------
@@ -343,7 +223,11 @@ def merge(args: argparse.Namespace) -> None:
     from .sharing.files import copy_own_file, staged
     from .sharing.hub import TOKENIZER_FILES, fetch_ticket
 
+    if Path(args.output).is_dir() and _is_supermask(Path(args.output)):
+        raise SLTError(f"{args.output}: holds a supermask GPT-2, which stays; give another folder")
     folder = fetch_ticket(args.ticket, revision=args.revision, token=args.token)
+    if not _is_supermask(folder):
+        raise SLTError(f"{args.ticket}: not a supermask GPT-2, so that there is no mask to merge")
     stock = _load_model(folder).merge_and_unload()
     with staged(args.output) as stage:
         stock.save_pretrained(stage)
@@ -356,17 +240,26 @@ def generate(args: argparse.Namespace) -> None:
     """Print text as it comes."""
     from transformers import AutoTokenizer, TextStreamer, set_seed
 
-    from .sharing.hub import fetch_ticket
+    from .sharing.hub import TOKENIZER_FILES, fetch_ticket
 
+    _check_device(args.device)
     folder = fetch_ticket(args.ticket, revision=args.revision, token=args.token)
+    if args.mask and not _is_supermask(folder):
+        raise SLTError(f"{args.ticket}: not a supermask GPT-2, which takes no --mask")
     options = {"mask": fetch_ticket(args.mask)} if args.mask else {}
     model = _load_model(folder, dtype=args.dtype, **options).to(args.device)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if not args.tokenizer and not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        cure = "save one there (tokenizer.save_pretrained), or give --tokenizer"
+        raise SLTError(f"{args.ticket}: there is no tokenizer beside the model; {cure}")
+    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or folder)
     ids = tokenizer(args.prompt or tokenizer.bos_token, return_tensors="pt").input_ids
-    room = model.config.n_positions - ids.shape[1]
+    positions = model.config.max_position_embeddings
+    room = positions - ids.shape[1]
     if room < 1:
-        most = model.config.n_positions - 1
-        raise SLTError(f"the prompt has {ids.shape[1]} tokens, the model takes {most} at most; shorten it")
+        most = f"the model takes {positions - 1} at most"
+        raise SLTError(f"the prompt has {ids.shape[1]} tokens, {most}; shorten it")
+    if room < args.max_new_tokens:
+        print(f"slt: at most {room} new tokens: the model has {positions} positions", file=sys.stderr)
     set_seed(args.seed)
     drawing = {} if args.greedy else {"temperature": args.temperature, "top_k": args.top_k}
     model.generate(
@@ -385,8 +278,11 @@ def evaluate(args: argparse.Namespace) -> None:
     from datasets import disable_progress_bars
     from transformers.utils import logging
 
+    from .sharing.hub import refuse_missing
     from .text.evaluation import evaluate_saved
 
+    refuse_missing(args.model)
+    _check_device(args.device)
     disable_progress_bars()  # of reading and loading; ours tells how long it takes
     logging.disable_progress_bar()
     options = _some(args, "text_column tokenizer device dtype block_size stride batch_size")
@@ -401,7 +297,10 @@ def curvature(args: argparse.Namespace) -> None:
     from transformers.utils import logging
 
     from .papers.curvature_report import format_report, measure_saved, plot_report, report_facts
+    from .sharing.hub import refuse_missing
 
+    refuse_missing(args.model)
+    _check_device(args.device)
     logging.disable_progress_bar()  # of loading; ours tells how long it takes
     report = measure_saved(
         args.model,
@@ -416,6 +315,24 @@ def curvature(args: argparse.Namespace) -> None:
         plot_report(report, args.figure, title=f"{args.model}: curvature by layer and block")
     facts = {"model": args.model, **report_facts(report)}
     print(json.dumps(facts, indent=1) if args.json else format_report(report))
+
+
+def _is_supermask(folder: Path) -> bool:
+    from .model.configuration_supermask_gpt2 import SupermaskGPT2Config
+    from .model.ticket import CONFIG_FILE, read_json
+
+    path = folder / CONFIG_FILE
+    return path.exists() and read_json(path).get("model_type") == SupermaskGPT2Config.model_type
+
+
+def _check_device(name: str) -> None:
+    import torch
+
+    try:
+        torch.empty(0, device=name)
+    except (AssertionError, RuntimeError) as error:
+        why = str(error).splitlines()[0]
+        raise SLTError(f"--device {name} cannot be used here ({why}); try cpu") from None
 
 
 def _load_model(folder: Path, **options: Any) -> Any:

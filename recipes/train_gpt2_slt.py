@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from hf_slt.model.ticket import SLTError
@@ -95,11 +96,13 @@ def find_ticket(arguments: Arguments, **options: Any) -> dict[str, Any] | None:
 def main() -> int:
     arguments = parse_arguments(description=__doc__.split("\n")[0], preset=HERE / "nano.yaml")
     try:
-        train_and_compare(arguments, find_ticket, HERE.parent / "model_cards" / "template.md")
-    except (SLTError, OSError) as error:
+        report = train_and_compare(arguments, find_ticket, HERE.parent / "model_cards" / "template.md")
+    except KeyboardInterrupt:
+        return 130
+    except (SLTError, OSError, SafetensorError) as error:  # the last of these for a full disk
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
-    return 0
+    return 130 if report is None else 0  # interrupted: as a shell has it
 
 
 if __name__ == "__main__":

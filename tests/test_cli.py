@@ -41,6 +41,13 @@ def shelf(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def dense(shelf):
+    AutoModelForCausalLM.from_pretrained(shelf / "one").merge_and_unload().save_pretrained(shelf / "dense")
+    make_tokenizer().save_pretrained(shelf / "dense")
+    return shelf / "dense"
+
+
 @pytest.fixture
 def folder(shelf, tmp_path):
     return Path(shutil.copytree(shelf / "one", tmp_path / "ticket"))
@@ -154,6 +161,41 @@ def test_generate(capsys, shelf):
     assert "64 tokens" in err
 
 
+def test_generate_stops_at_the_last_position_and_says_so(capsys, shelf):
+    words = ("generate", shelf / "one", "--prompt", "w1 " * 60, "--greedy")
+    code, out, err = run(capsys, *words, "--max_new_tokens", "3")
+    assert (code, len(out.split()), err) == (0, 63, "")
+    code, out, err = run(capsys, *words, "--max_new_tokens", "9")
+    assert (code, len(out.split()), err.count("\n")) == (0, 64, 1)
+    assert "at most 4 new tokens: the model has 64 positions" in err
+
+
+def test_generate_with_a_tokenizer_from_elsewhere(capsys, folder, shelf):
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+    words = ("generate", folder, "--prompt", "w1 w2", "--greedy", "--max_new_tokens", "5")
+    code, out, err = run(capsys, *words)
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert "there is no tokenizer beside the model" in err
+    whole = run(capsys, "generate", shelf / "one", *words[2:])
+    assert run(capsys, *words, "--tokenizer", shelf / "two") == whole
+
+
+@pytest.mark.parametrize("kind", ["ticket", "another ticket", "scores"])
+def test_merge_does_not_overwrite_what_it_could_merge(capsys, shelf, folder, tmp_path, kind):
+    SupermaskGPT2LMHeadModel(tiny_config()).save_pretrained(tmp_path / "scores")
+    source, target = {
+        "ticket": (folder, f"{folder}/../{folder.name}"),
+        "another ticket": (shelf / "one", folder),
+        "scores": (tmp_path / "scores", tmp_path / "scores"),
+    }[kind]
+    before = {path: path.read_bytes() for path in Path(target).iterdir()}
+    code, _, err = run(capsys, "merge", source, target)
+    assert (code, err.count("\n")) == (1, 1)
+    assert "give another folder" in err
+    assert {path: path.read_bytes() for path in Path(target).iterdir()} == before
+
+
 def test_evaluate(capsys, shelf, tmp_path):
     (tmp_path / "text.txt").write_text("w1 w2 w3 w4 " * 20)
     words = ["evaluate", shelf / "one", "--files", tmp_path / "text.txt", "--stride", 4, "--block-size=8"]
@@ -226,22 +268,43 @@ def test_curvature_of_the_embedded_corpus_one_way(shelf):
         (["merge", "{tmp}/nothing", "{tmp}/out"], "no such folder"),
         (["generate", "{tmp}", "--prompt", "x"], "config.json"),
         (["push", "{tmp}/nothing", "me/ticket"], "no such folder"),
-        (["evaluate", "{tmp}/nothing"], "cannot load"),
-        (["curvature", "{tmp}/nothing"], "cannot load"),
+        (["evaluate", "{tmp}/nothing"], "no such folder"),
+        (["curvature", "{tmp}/nothing"], "no such folder"),
+        (["evaluate", "{shelf}"], "cannot load"),
+        (["merge", "{shelf}/dense", "{tmp}/new"], "dense: not a supermask GPT-2"),
+        (["generate", "{shelf}/dense", "--mask", "{shelf}/one"], "takes no --mask"),
+        (["combine", "union", "{shelf}/one", "{shelf}/two", "--output", "{shelf}/one"], "another folder"),
         (["evaluate", "{shelf}/one", "--files", "{tmp}/none.txt"], "there is no file"),
         (["evaluate", "{shelf}/one", "--block_size", "99"], "block_size 99 is not in 1..64"),
-        (["evaluate", "{shelf}/one", "--device", "abacus"], "RuntimeError: "),  # of torch: its kind is named
+        (["evaluate", "{shelf}/one", "--device", "abacus"], "--device abacus cannot be used here"),
+        (["generate", "{shelf}/one", "--device", "xpu"], "--device xpu cannot be used here"),
+        (["curvature", "{shelf}/one", "--device", "xpu"], "--device xpu cannot be used here"),
         (["curvature", "{shelf}/one", "--files", "{tmp}/none.txt"], "there is no file"),
         (["curvature", "{shelf}/one", "--block_size", "1000"], "the positions of the model"),
         (["curvature", "{shelf}/one", "--sequences", "0"], "give at least 1"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )
+@pytest.mark.usefixtures("dense")
 def test_what_goes_wrong_is_one_line(capsys, shelf, tmp_path, words, message):
     code, out, err = run(capsys, *(word.format(tmp=tmp_path, shelf=shelf) for word in words))
     assert (code, out, err.count("\n")) == (1, "", 1)
     assert message in err
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("command", ["inspect", "generate", "evaluate"])
+def test_a_missing_folder_is_not_sought_on_the_hub(capsys, shelf, monkeypatch, command):
+    def asked(*args, **options):
+        raise AssertionError("the Hub was asked")
+
+    monkeypatch.setattr("hf_slt.sharing.hub.snapshot_download", asked)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", asked)
+    monkeypatch.chdir(shelf.parent)
+    for name in (f"{shelf.name}/missing", "./missing", f"{shelf.name}/one/missing"):
+        code, out, err = run(capsys, command, name)
+        assert (code, out, err.count("\n")) == (1, "", 1)
+        assert f"{name}: no such folder" in err
 
 
 def test_push_as_a_script_fails_in_one_line(tmp_path):
@@ -261,6 +324,8 @@ def test_debug_shows_where_it_went_wrong(tmp_path):
     [
         (["dance"], "slt: argument COMMAND: invalid choice: 'dance'"),
         (["inspect"], "slt inspect: the following arguments are required: TICKET"),
+        (["generate", "x", "--dtype", "foo"], "slt generate: argument --dtype: invalid choice: 'foo'"),
+        (["evaluate", "x", "--dtype", "foo"], "slt evaluate: argument --dtype: invalid choice: 'foo'"),
         (["pack", "x", "--encoding", "zip"], "slt pack: argument --encoding: invalid choice: 'zip'"),
         (["inspect", "x", "--jsn"], "slt inspect: unknown option --jsn; did you mean --json?"),
         (["generate", "x", "--tokens", "3"], "unknown option --tokens; did you mean --max_new_tokens?"),
@@ -276,9 +341,31 @@ def test_wrong_words_are_named_in_one_line(capsys, words, message):
     assert message in shown
 
 
+@pytest.mark.parametrize(
+    ("words", "code"), [(["--help"], 0), (["merge", "--help"], 0), (["dance"], 2), ([], 0)], ids=str
+)
+def test_help_and_wrong_words_do_not_wait_for_torch(words, code):
+    """As the installed script starts; what it imported by then is what it took."""
+    program = (
+        "import sys\ntry:\n    import slt_command\n    slt_command.main()\nfinally:\n    print(*sys.modules)"
+    )
+    command = [sys.executable, "-c", program, *words]
+    environment = {**os.environ, "PYTHONPATH": str(Path(hf_slt.__file__).parents[1])}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == code
+    assert "slt" in (done.stderr if code else done.stdout)
+    assert not {"torch", "transformers", "numpy", "hf_slt"} & set(done.stdout.splitlines()[-1].split())
+
+
+def test_the_version(capsys):
+    assert run(capsys, "--version") == (0, f"hf_slt {hf_slt.__version__}\n", "")
+
+
 def test_without_a_command_there_is_help(capsys):
-    code, out, _ = run(capsys)
-    assert code == 0
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    out = capsys.readouterr().out
+    assert not ended.value.code
     assert out.startswith("usage: slt")
     for command in "inspect verify diff combine pack merge generate evaluate curvature push".split():
         assert f"\n    {command}" in out

@@ -208,6 +208,7 @@ def test_the_snippets_of_the_readme_run(workplace):
     assert done.stdout.startswith("The function returns")
     hf_slt.verify_ticket(workplace / "ticket")
     hf_slt.verify_ticket(workplace / "runs" / "trainer" / "ticket")
+    assert (workplace / "runs" / "trainer" / "ticket" / "tokenizer.json").exists()
 
 
 def test_version_is_one():

@@ -2,8 +2,8 @@
 
     facts(ticket's own header, config.json, arguments and log of the run) -> template -> README.md
 
-What is not known is left out: a card has no blanks and no guesses. Names of folders on the machine that
-trained are not for the public and are cut to their last part.
+What is not known is left out: a card has no blanks and no guesses. Folders of the machine that trained are
+not for the public: of a path only the last part is shown.
 """
 
 import json
@@ -14,7 +14,7 @@ import re
 import shlex
 import statistics
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,13 @@ _SHAPE = {
     "layer_norm": "LayerNorm",
 }
 # Where a run writes and what it shows: no part of what it computes.
-_PRIVATE = frozenset("output_dir cache_dir resume overwrite log_with".split())
+_PRIVATE = frozenset("output_dir cache_dir resume_from_checkpoint overwrite report_to".split())
+# The lines of our template that say where the ticket is; the last of them tells what the others name.
+_PLACES = (
+    r'^(model = \w+\.from_pretrained\("){}("\))$',
+    r'^(tokenizer = AutoTokenizer\.from_pretrained\("){}("\))$',
+    r"^(Every weight and every mask is checked .* on loading; `slt verify ){}(` does so by hand\.)$",
+)
 
 
 def default_template() -> Path:
@@ -72,6 +78,7 @@ def write_card(
     controls: Mapping[str, Mapping[str, float]] | None = None,
     text_sha256: str | None = None,
     command: Sequence[str] = (),
+    origin: str | None = None,
     environment: Mapping[str, str] | None = None,
     license: str | None = None,
     language: str | list[str] | None = None,
@@ -87,6 +94,7 @@ def write_card(
     controls: the same of other runs on the same data; `random_mask` and `dense` give the gap closed.
     text_sha256: digest of the text trained and validated on.
     command: the words of the command line.
+    origin: how the mask came to be, if not by training.
     environment: where it was trained; see `describe_environment`.
     header: of a ticket that was verified before.
     """
@@ -157,16 +165,26 @@ def write_card(
         steps=max((item["step"] for item in records if item["kind"] == "train"), default=0),
         speed=statistics.median(speeds) if speeds else None,
         training="\n".join(  # as lines of a preset; JSON values are YAML too
-            f"{key}: {json.dumps(_public(value))}"
+            f"{key}: {json.dumps(_public(value, key))}"
             for key, value in (training or {}).items()
             if value is not None and key not in _PRIVATE
         ),
-        command=shlex.join(_public(word) for word in command),
+        command=shlex.join(_public_words(command)),
+        origin=origin,
         environment=list((environment or {}).items()),
     )
     with replacing(folder / CARD_FILE) as temporary:
         temporary.write_text(re.sub(r"\n{3,}", "\n\n", str(card)).rstrip() + "\n", encoding="utf-8")
     return folder / CARD_FILE
+
+
+def rename_card(text: str, name: str) -> str:
+    """A card that says `name` where our template said where the ticket is; all else is the author's own."""
+    if found := re.search(_PLACES[-1].format("(?P<name>[^`]*)"), text, re.MULTILINE):
+        for place in _PLACES:
+            ours = re.compile(place.format(re.escape(found["name"])), re.MULTILINE)
+            text = ours.sub(rf"\g<1>{name}\g<2>", text)
+    return text
 
 
 def describe_environment() -> dict[str, str]:
@@ -195,10 +213,9 @@ def describe_text(training: Mapping[str, Any]) -> dict[str, Any]:
     if not (dataset := training.get("dataset")):
         return {"name": EMBEDDED, "validation": f"held-out part of the {EMBEDDED}"}
     config = training.get("dataset_config")
-    on_hub = not Path(dataset).exists() and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", dataset)
-    name = f"{dataset if on_hub else Path(dataset).name} {config or ''}".strip()
+    name = f"{_public(dataset, 'dataset')} {config or ''}".strip()
     found = {"name": name, "validation": f"validation text of {name}"}
-    return {**found, "dataset": dataset, "config": config} if on_hub else found
+    return {**found, "dataset": dataset, "config": config} if _on_hub(dataset) else found
 
 
 def measure_size(folder: Path, header: Header) -> dict[str, Any]:
@@ -277,16 +294,36 @@ def _tensor_row(name: str, entry: Entry, header: Header) -> dict[str, Any]:
     return row
 
 
-def _public(value: Any) -> Any:
-    """A path of this machine, also as --option=path, cut to its last part; anything else as it is.
+def _on_hub(name: str) -> bool:
+    return not Path(name).exists() and re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) is not None
 
-    >>> _public(["--cache_dir=/home/me/cache", "~/text.txt", "recipes/nano.yaml", 3])
-    ['--cache_dir=cache', 'text.txt', 'recipes/nano.yaml', 3]
+
+def _public(value: Any, option: str) -> Any:
+    """The value of an option, of a path only the last part.
+
+    >>> _public(["../secret/text.txt", "~/b.txt", 3], "train_files"), _public("openai/gpt2", "tokenizer")
+    (['text.txt', 'b.txt', 3], 'openai/gpt2')
     """
     if isinstance(value, (list, tuple)):
-        return [_public(item) for item in value]
-    if not isinstance(value, str):
+        return [_public(item, option) for item in value]
+    if not isinstance(value, str) or option == "prompt":
         return value
-    option, equals, rest = value.rpartition("=")
-    private = rest.startswith(("/", "~")) or Path(rest).is_absolute()
-    return option + equals + (Path(rest).name if private else rest)
+    if option in ("dataset", "tokenizer") and _on_hub(value):
+        return value
+    return re.split(r"[/\\]", value.rstrip("/\\"))[-1]
+
+
+def _public_words(command: Iterable[str]) -> Iterator[str]:
+    """A command line for all to see.
+
+    >>> list(_public_words(["../mine/train.py", "--cache_dir=../cache", "--tokenizer", "a/b"]))
+    ['train.py', '--cache_dir=cache', '--tokenizer', 'a/b']
+    """
+    option = ""
+    for word in command:
+        name, equals, value = word.partition("=")
+        if word.startswith("--"):
+            option = name[2:].replace("-", "_")
+            yield name + equals + _public(value, option)
+        else:
+            yield _public(word, option)

@@ -8,10 +8,19 @@ import json
 import os
 import re
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, snapshot_download
+from huggingface_hub import (
+    CommitOperationAdd,
+    CommitOperationDelete,
+    HfApi,
+    ModelCard,
+    snapshot_download,
+    try_to_load_from_cache,
+)
 
 from ..model.ticket import (
     CONFIG_FILE,
@@ -21,8 +30,7 @@ from ..model.ticket import (
     TicketError,
     read_header,
 )
-from .card import CARD_FILE, FIGURES, write_card
-from .files import WEIGHT_FILES, copy_own_file
+from .card import CARD_FILE, FIGURES, rename_card, write_card
 from .saving import rewrite_ticket
 from .verify import mask_path, verified_ticket
 
@@ -42,18 +50,46 @@ def fetch_ticket(
 
     A mask file stands for the folder it lies in.
     """
-    path = Path(source)
+    path, name = Path(source), str(source)
     if path.is_file() and path.name in (MASK_FILE, MODEL_FILE):
         return path.parent
     if path.exists():
         return path
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(source)):
+    if "/" not in name:
         raise TicketError(f"{source}: no such folder, and no name on the Hub (such as me/ticket)")
     patterns = [*TICKET_FILES, MODEL_FILE, "*.py"]
-    folder = Path(snapshot_download(str(source), revision=revision, token=token, allow_patterns=patterns))
+    with _asking_hub(name):
+        folder = Path(snapshot_download(name, revision=revision, token=token, allow_patterns=patterns))
     if not mask_path(folder).is_file():
         raise TicketError(f"{source}: no ticket there: the Hub has neither {MASK_FILE} nor {MODEL_FILE}")
     return folder
+
+
+def refuse_missing(name: str) -> None:
+    """Raise for a model that is neither a folder, nor in the cache, nor on the Hub: at once.
+
+    `from_pretrained` would ask the Hub for minutes, and say little of a folder.
+    """
+    if not Path(name).exists():
+        with _asking_hub(name):
+            if try_to_load_from_cache(name, CONFIG_FILE) is None:
+                HfApi().model_info(name)
+
+
+@contextmanager
+def _asking_hub(name: str) -> Iterator[None]:
+    """Refuse what is meant as a folder; if the Hub does not answer, say that there is no folder either."""
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+        raise TicketError(f"{name}: no such folder, and no name on the Hub (such as me/ticket)")
+    if "/" in name and (parent := Path(name).parent).is_dir():
+        raise TicketError(f"{name}: no such folder; {parent} is one, so that no name on the Hub is meant")
+    try:
+        yield
+    except Exception as error:
+        for one in (error, error.__cause__):  # errors of the Hub's own HTTP client
+            if type(one).__module__.startswith("httpx") and type(one).__name__ != "HTTPStatusError":
+                raise RuntimeError(f"{name}: no such folder here, and no answer from the Hub.") from one
+        raise
 
 
 def push_ticket(
@@ -88,8 +124,7 @@ def push_ticket(
         rewrite_ticket(folder, stage, encoding=encoding or header.encoding, verified=ticket)
         card = Path(stage) / CARD_FILE
         if card.is_file():  # it may name the folder it was trained in
-            place = r'(from_pretrained\("|`slt verify )[^"`]*'
-            card.write_text(re.sub(place, rf"\g<1>{repo_id}", card.read_text("utf-8")), "utf-8")
+            card.write_text(rename_card(card.read_text("utf-8"), repo_id), "utf-8")
         else:
             write_card(stage, name=repo_id, header=header)
         if tags:

@@ -6,8 +6,10 @@ hamming(A, B)  = |A xor B|                        weights on which they disagree
 
 import copy
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,9 @@ import torch
 
 from ..model.configuration_supermask_gpt2 import SupermaskGPT2Config
 from ..model.named_masks import backbone_differences
-from ..model.ticket import Header, Ticket, TicketError, count_bits, pack_mask, read_ticket
+from ..model.ticket import WEIGHT_FILES, Header, Ticket, TicketError, count_bits, pack_mask, read_ticket
+from .card import CARD_FILE, FIGURES, write_card
+from .files import staged
 from .saving import rewrite_ticket
 from .verify import mask_path
 
@@ -92,11 +96,16 @@ def compare_tickets(one: str | os.PathLike, other: str | os.PathLike) -> dict[st
 def combine_tickets(
     sources: Sequence[str | os.PathLike], how: str, target: str | os.PathLike, *, encoding: str = "packed"
 ) -> Header:
-    """A new ticket of the combined masks of ticket folders; everything else is taken from the first."""
+    """A new ticket of the combined masks of ticket folders, with a card of its own.
+
+    Tokenizer and code are taken from the first; its results and figures are not those of the new one.
+    """
     if how not in COMBINATIONS:
         raise ValueError(f"combination {how!r} is not one of {', '.join(map(repr, COMBINATIONS))}")
     if len(sources) < 2:
         raise ValueError("give at least two tickets to combine")
+    if Path(target).resolve() in [Path(source).resolve() for source in sources]:
+        raise TicketError(f"{target}: one of the tickets to combine, which stay; give another folder")
     tickets = _read_alike(sources)
     masks = {}
     for name, entry in tickets[0].header.tensors.items():
@@ -111,7 +120,14 @@ def combine_tickets(
                     )
     if not any(mask.any() for mask in masks.values()):
         raise TicketError(f"the {how} of these masks keeps no weight at all")
-    return rewrite_ticket(sources[0], target, encoding=encoding, masks=masks)
+    digests = ", ".join(f"`{ticket.header.mask_digest[:8]}`" for ticket in tickets)
+    with staged(target, stale="|".join([WEIGHT_FILES, *map(re.escape, FIGURES)])) as stage:
+        header = rewrite_ticket(sources[0], stage, encoding=encoding, masks=masks)
+        for name in (CARD_FILE, *FIGURES):
+            (stage / name).unlink(missing_ok=True)
+        origin = f"{how} of the masks {digests}"
+        write_card(stage, name=Path(target).resolve().name, origin=origin, header=header)
+    return header
 
 
 def _read_alike(sources: Sequence[str | os.PathLike]) -> list[Ticket]:

@@ -283,20 +283,23 @@ class Corpus:
     tokenizer: Any
     source: str
     digest: str | None
+    held_out: str = "text of its own"  # what validates, in words
 
     def summary(self) -> str:
-        """One line: source, digest, sizes."""
+        """One line: source, digest, sizes, and what validates."""
         text = "streamed"
         if isinstance(self.train, TokenBlocks):
             size = f"{self.train.array.size} tokens of {self.train.bytes_per_token:.2f} bytes"
             text = f"sha256 {self.digest}, {len(self.train)} train blocks ({size})"
-        sizes = f"{len(self.validation)} validation blocks, vocabulary {len(self.tokenizer)}"
+        sizes = (
+            f"{len(self.validation)} validation blocks ({self.held_out}), vocabulary {len(self.tokenizer)}"
+        )
         return f"{self.source}: {text}, {sizes}"
 
 
 def load_blocks(args: DataArguments) -> Corpus:
     """Read, split, tokenise and pack: the same arguments and the same text give the same blocks."""
-    train, validation, source = load_documents(args)
+    train, validation, source, way = load_documents(args)
     for split, documents in (("train", train), ("validation", validation)):
         if next(iter(documents), None) is None:
             cure = "check the files, text_column and fraction"
@@ -309,9 +312,9 @@ def load_blocks(args: DataArguments) -> Corpus:
     trains, validates = BlockPacker(train, *how), BlockPacker(validation, *how)
     if args.streaming:
         held_out = pack(validates, "validation", args.validation_blocks or STREAMED_VALIDATION)
-        return Corpus(StreamedBlocks(trains), held_out, tokenizer, source, None)
+        return Corpus(StreamedBlocks(trains), held_out, tokenizer, source, None, way)
     folder = Path(args.cache_dir or Path(HF_HOME) / "hf_slt").expanduser()
     blocks, digest = pack_cached(trains, "train", folder)
     held_out, other = pack_cached(validates, "validation", folder, args.validation_blocks)
     digest = hashlib.sha256(f"{digest} {other}".encode()).hexdigest()
-    return Corpus(blocks, held_out, tokenizer, source, digest)
+    return Corpus(blocks, held_out, tokenizer, source, digest, way)

@@ -1,10 +1,10 @@
 """Where documents come from: this Python installation, local files, or the Hub.
 
 A document is a string; documents are walked, as often as one likes, and never held in memory.
-Nothing here draws a random number: which documents validate is a function of their text, so that
-a digest names the data.
+Nothing here draws a random number: which text validates is a function of the text, so that a digest names
+the data.
 
-    side(text) = validation  if  sha256(text) / 2**256 < fraction  else  train
+    side(document) = validation  if  sha256(document) / 2**256 < fraction  else  train
 """
 
 import ast
@@ -32,6 +32,7 @@ SKIPPED = (
 )
 PART = 8000  # characters, about, of a document of the embedded corpus
 FEW_DOCUMENTS = 100  # below this a split by document could leave one side empty
+JUDGED = 10_000  # documents by which a split is judged: a stream may have no end
 
 # Strings and comments of a Python source in one pass; other strings are matched so as to be passed over.
 _PROSE = re.compile(
@@ -86,14 +87,15 @@ class CorpusArguments:
         "validation",
     )
     train_files: list[str] | None = option(  # noqa: RUF009 (the default is None)
-        "Local .txt, .md, .json, .jsonl or .parquet files or glob patterns, instead of a data set."
+        "Local .txt, .md, .json, .jsonl or .parquet files, folders of them or glob patterns, instead of a"
+        " data set."
     )
     validation_files: list[str] | None = option(  # noqa: RUF009
         "Local files to validate on; without them, validation_fraction of train_files."
     )
     validation_fraction: float = option(
-        "Share held out where no validation text is given: documents chosen by their hash,"
-        " or the end of each document when there are fewer than 100.",
+        "Share held out where no validation text is given: documents chosen by their hash, or the end of"
+        " each document where there are fewer than 100 or their lengths make that choice uneven.",
         0.05,
     )
     text_column: str = option("Column that holds the text; plain text files have only 'text'.", "text")
@@ -188,9 +190,9 @@ def _prose(source: str) -> str:
 # -- local files and the Hub ----------------------------------------------------------------------
 
 
-def load_documents(args: CorpusArguments) -> tuple[Documents, Documents, str]:
-    """Train documents, validation documents, and the name of their source."""
-    validation = None
+def load_documents(args: CorpusArguments) -> tuple[Documents, Documents, str, str]:
+    """Train documents, validation documents, the name of their source, and what validates, in words."""
+    validation, held_out = None, "text of its own"
     if args.train_files:
         source, options = ", ".join(args.train_files), (args.text_column, args.sample_by, args.streaming)
         train = read_files(args.train_files, *options)
@@ -214,21 +216,28 @@ def load_documents(args: CorpusArguments) -> tuple[Documents, Documents, str]:
     if validation is None:
         if args.streaming and not args.end_of_text:
             raise DataError(f"{source}: a stream of lines has no known end to hold out; name validation text")
-        train, validation = split_documents(train, args.validation_fraction, lines=not args.end_of_text)
-    return train, validation, source
+        lines = not args.end_of_text
+        train, validation, held_out = split_documents(train, args.validation_fraction, lines)
+    return train, validation, source, held_out
 
 
 def read_files(
     patterns: Iterable[str], text_column: str = "text", sample_by: str = "document", streaming: bool = False
 ) -> Documents:
-    """Documents of local text, JSON lines or Parquet files, in the order of the patterns, then of names."""
+    """Documents of local text, JSON lines or Parquet files, in the order of the patterns, then of names.
+
+    A folder stands for the files in it that have one of these suffixes.
+    """
     files: dict[str, str] = {}  # path -> kind, each once
     for pattern in patterns:
         # A file is itself even if its name looks like a pattern. Path.glob takes no absolute pattern.
         found = [pattern] if Path(pattern).is_file() else glob.glob(pattern, recursive=True)
+        if is_folder := Path(pattern).is_dir():
+            found = [str(path) for path in Path(pattern).iterdir() if path.suffix.lower() in SUFFIXES]
         matches = sorted(match for match in found if Path(match).is_file())
         if not matches:
             kind = "no file matches the pattern" if glob.has_magic(pattern) else "there is no file"
+            kind = f"no {', '.join(SUFFIXES)} file lies in the folder" if is_folder else kind
             raise DataError(f"{kind} {pattern!r} (looked from {Path.cwd()}); check the spelling")
         for file in matches:
             suffix = Path(file).suffix
@@ -275,31 +284,42 @@ def _column(dataset: Any, column: str, source: str) -> Documents:
 
 def split_documents(
     documents: Iterable[str], fraction: float, lines: bool = False
-) -> tuple[Documents, Documents]:
-    """Train and validation documents; the same text always falls on the same side.
+) -> tuple[Documents, Documents, str]:
+    """Train and validation documents, and what validates; the same text always falls on the same side.
 
-    Many documents: each goes by its own hash, so that a copy never validates what was trained on.
-    Few: the end of each, cut at a line. With `lines`, rows continue one another: the last rows.
+    Many documents: each goes by its own hash, so that a copy never validates what was trained on. With
+    `lines`, rows continue one another: the last rows. Where documents are few, or so uneven that this would
+    hold out less than half or more than twice the fraction of the text: the end of each.
     """
-    if lines:
-        count = sum(1 for _ in documents)
-        cut = count - max(1, round(count * fraction))
-        return Documents(lambda: islice(documents, cut)), Documents(lambda: islice(documents, cut, None))
-    if sum(1 for _ in islice(documents, FEW_DOCUMENTS)) < FEW_DOCUMENTS:
+    count = sum(1 for _ in (documents if lines else islice(documents, FEW_DOCUMENTS)))
+    cut = count - max(1, round(count * fraction))
 
-        def cut_at(text: str) -> int:
-            middle = round(len(text) * (1 - fraction))
-            return text.rfind("\n", 0, middle) + 1 or middle
-
-        return (
-            Documents(lambda: (text[: cut_at(text)] for text in documents)),
-            Documents(lambda: (text[cut_at(text) :] for text in documents)),
-        )
-
-    def validates(text: str) -> bool:
+    def validates(row: int, text: str) -> bool:
+        if lines:
+            return row >= cut
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") < fraction * 2**64
 
+    def cut_at(text: str) -> int:
+        """Where the held-out end begins: after a line break, if there is one shortly before that place."""
+        place = round(len(text) * (1 - fraction))
+        slack = round(len(text) * min(fraction, 1 - fraction) / 2)
+        return text.rfind("\n", place - slack, place) + 1 or place
+
+    def part(held_out: bool) -> Documents:
+        return Documents(
+            lambda: (text for row, text in enumerate(documents) if validates(row, text) == held_out)
+        )
+
+    length = held = 0
+    for row, text in enumerate(documents if lines else islice(documents, JUDGED)):
+        length, held = length + len(text), held + len(text) * validates(row, text)
+    share = held / max(1, length)
+    if (lines or count == FEW_DOCUMENTS) and fraction / 2 <= share <= 2 * fraction:
+        how = "the last rows" if lines else "documents chosen by their hash"
+        return part(False), part(True), f"{how}, {share:.1%} of the text"
+    few = f"{count} documents" if count < FEW_DOCUMENTS else "documents of very uneven lengths"
     return (
-        Documents(lambda: (text for text in documents if not validates(text))),
-        Documents(lambda: (text for text in documents if validates(text))),
+        Documents(lambda: (text[: cut_at(text)] for text in documents)),
+        Documents(lambda: (text[cut_at(text) :] for text in documents)),
+        f"the last {fraction:.1%} of each document, as there are {few}",
     )

@@ -16,6 +16,9 @@ from dataclasses import Field, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+from transformers.activations import ACT2FN
+
 from ..model.configuration_supermask_gpt2 import SupermaskGPT2Config
 from ..model.ticket import SLTError
 from ..options import OptionParser, did_you_mean
@@ -115,6 +118,21 @@ class RunArguments:
             if value < 0 or (value > 1 and value != int(value)) or (value == 0 and name == "logging_steps"):
                 raise SLTError(f"{name} {value} is neither a number of steps nor a share below 1")
             setattr(self, name, int(value) if value == int(value) else value)
+        for name in ("learning_rate", "weight_learning_rate", "weight_decay", "momentum", "max_grad_norm"):
+            if not getattr(self, name) >= 0:
+                raise SLTError(f"{name} {getattr(self, name)} is negative")
+        for name in ("dropout", "adam_beta1", "adam_beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise SLTError(f"{name} {getattr(self, name)} is not in [0, 1)")
+        if not 0 <= self.min_lr_rate <= 1:
+            raise SLTError(
+                f"min_lr_rate {self.min_lr_rate} is not in [0, 1]: it is a share of the highest rate"
+            )
+        if self.report_to != "none" and self.report_to not in map(str, get_available_trackers()):
+            known = ", ".join(sorted(LOGGER_TYPE_TO_CLASS))
+            if self.report_to in LOGGER_TYPE_TO_CLASS:
+                raise SLTError(f"report_to {self.report_to}: not installed; pip install {self.report_to}")
+            raise SLTError(f"report_to {self.report_to!r} is not one of none, {known}")
         for name in (*(self.compare or ()), *([self.control] if self.control else ())):
             if name not in CONTROLS:
                 raise SLTError(f"control {name!r} is not one of {', '.join(CONTROLS)}")
@@ -130,7 +148,7 @@ class RunArguments:
 # How a run goes, not what it computes: these may differ when a run is resumed.
 FREE_TO_CHANGE = frozenset(
     "output_dir prompt resume_from_checkpoint overwrite report_to logging_steps save_steps save_total_limit "
-    "compare cache_dir torch_compile moments".split()
+    "compare cache_dir torch_compile moments max_steps num_train_epochs".split()  # steps are compared instead
 )
 
 
@@ -150,6 +168,10 @@ class Arguments:
     model: SupermaskGPT2Config = field(default_factory=SupermaskGPT2Config)
     data: DataArguments = field(default_factory=DataArguments)
     run: RunArguments = field(default_factory=RunArguments)
+
+    def __post_init__(self) -> None:
+        if (word := self.model.activation_function) not in ACT2FN:  # now, not after the text was prepared
+            raise SLTError(f"activation_function {word!r} is unknown{did_you_mean(word, ACT2FN)}")
 
     @classmethod
     def of(cls, **options: Any) -> "Arguments":

@@ -3,9 +3,9 @@
     output_dir/checkpoints/step-00000500/
       model.safetensors        learned parameters, whole, whatever the number of processes
       optimizer.safetensors    moments by parameter name; the masks at the last look
-      state.json               step, arguments, digests
+      state.json               step, arguments, digests of the other two and of itself
 
-A checkpoint appears by one rename, so there are only whole ones. Nothing is pickled.
+A checkpoint appears by one rename and goes by one, so there are only whole ones. Nothing is pickled.
 """
 
 import hashlib
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from ..model.ticket import SLTError
+from ..model.ticket import SLTError, sha256
 from ..sharing.files import staged
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -37,6 +38,18 @@ _FILES = ("model.safetensors", "optimizer.safetensors")
 
 class CheckpointError(SLTError):
     """A checkpoint is damaged, missing, or belongs to another run."""
+
+
+def lock(output_dir: Path) -> FileLock:
+    """Keep other processes from this folder for as long as the lock lives; an error if one keeps us."""
+    output_dir.mkdir(parents=True, exist_ok=True)
+    kept = FileLock(output_dir.resolve() / ".lock", thread_local=False, is_singleton=True)
+    try:
+        kept.acquire(blocking=False)
+    except Timeout:
+        cure = "wait for its end, or give another output_dir"
+        raise CheckpointError(f"{output_dir}: another run is writing there; {cure}") from None
+    return kept
 
 
 @dataclass
@@ -76,19 +89,24 @@ class Snapshot:
 
 
 class Checkpoints:
-    """The checkpoints of one run: the last few and the best."""
+    """The checkpoints of one run: the last few and the best.
 
-    def __init__(self, output_dir: Path, arguments: Mapping[str, Any], keep: int) -> None:
+    arguments: what must be the same to go on from one; `steps` among them may grow if it is `extendable`.
+    """
+
+    def __init__(
+        self, output_dir: Path, arguments: Mapping[str, Any], keep: int, extendable: bool = False
+    ) -> None:
         self.folder = output_dir / "checkpoints"
         self.arguments = json.loads(json.dumps(arguments))  # as it comes back from disk
-        self.keep = keep
+        self.keep, self.extendable = keep, extendable
 
     def begin(self, resume: str | None, overwrite: bool) -> Path | None:
         """The checkpoint to go on from, if any: `resume` names it, or is "true" for the last.
 
         Refuses the folder of an earlier run that is neither to be gone on from nor thrown away.
         """
-        for left in self.folder.glob(".step-*"):  # half written when a run was killed
+        for left in self.folder.glob(".step-*"):  # half written or half removed when a run was killed
             shutil.rmtree(left)
         found = self._found()
         if resume == "true":
@@ -102,55 +120,87 @@ class Checkpoints:
             raise CheckpointError(
                 f"{self.folder.parent} is of an earlier run; add --resume_from_checkpoint or --overwrite"
             )
-        shutil.rmtree(self.folder, ignore_errors=True)
+        for path in found:
+            _remove(path)
         return None
 
     def save(self, snapshot: Snapshot) -> Path:
         """Write a checkpoint; then, and only then, remove those that are no longer kept."""
         path = self.folder / f"step-{snapshot.step:08d}"
-        with staged(path) as stage:
-            masks = {f"{name}/mask": mask for name, mask in snapshot.masks.items()}
-            for name, tensors in zip(_FILES, (snapshot.model, snapshot.moments | masks), strict=True):
-                save_file(_apart(tensors), stage / name)
-            state = {
-                "step": snapshot.step,
-                "best": snapshot.best,
-                "groups": snapshot.groups,
-                "arguments": self.arguments,
-                "sha256": {name: _sha256(stage / name) for name in _FILES},
-            }
-            (stage / "state.json").write_text(json.dumps(state, indent=1) + "\n")
+        try:
+            with staged(path) as stage:
+                self._write(snapshot, stage)
+        except (OSError, SafetensorError) as error:
+            cure = "make room, and go on from the one before it with --resume_from_checkpoint"
+            raise CheckpointError(f"{path}: cannot be written ({error}); {cure}") from error
         best = f"step-{snapshot.best[0]:08d}" if snapshot.best else ""
-        for old in self._found()[: -self.keep]:
+        found = self._found()
+        now = found.index(path) + 1  # later ones are there if the run went back to an earlier one
+        for old in found[: max(0, now - self.keep)] + found[now:]:
             if old.name != best:
-                shutil.rmtree(old)
+                _remove(old)
         return path
+
+    def _write(self, snapshot: Snapshot, stage: Path) -> None:
+        masks = {f"{name}/mask": mask for name, mask in snapshot.masks.items()}
+        for name, tensors in zip(_FILES, (snapshot.model, snapshot.moments | masks), strict=True):
+            save_file(_apart(tensors), stage / name)
+        state = {
+            "step": snapshot.step,
+            "best": snapshot.best,
+            "groups": snapshot.groups,
+            "arguments": self.arguments,
+            "sha256": {name: _sha256(stage / name) for name in _FILES},
+        }
+        whole = {"state": state, "sha256": sha256(json.dumps(state))}
+        (stage / "state.json").write_text(json.dumps(whole, indent=1) + "\n")
 
     def load(self, path: Path) -> Snapshot:
         """Read a checkpoint of this run; raise CheckpointError if it is damaged or of another run."""
-        cure = "give --resume_from_checkpoint the one before it"
+        before = sorted(one for one in path.parent.glob("step-*") if one.name < path.name)
+        cure = f"go on from --resume_from_checkpoint {before[-1]}" if before else "start with --overwrite"
         try:
-            state = json.loads((path / "state.json").read_text())
-            for name, expected in state["sha256"].items():
-                if (found := _sha256(path / name)) != expected:
-                    raise CheckpointError(
-                        f"{path / name}: digest {found[:8]}... is not {expected[:8]}...; {cure}"
-                    )
+            whole = json.loads((path / "state.json").read_text())
+            state = whole["state"]
+            wanted = {"state.json": whole["sha256"], **state["sha256"]}
+            found = {name: _sha256(path / name) for name in _FILES}
+            found["state.json"] = sha256(json.dumps(state))
+            for name, expected in wanted.items():
+                if found[name] != expected:
+                    differ = f"digest {found[name][:8]}... is not {expected[:8]}...: damaged"
+                    raise CheckpointError(f"{path / name}: {differ}; {cure}")
             model, moments = (load_file(path / name) for name in _FILES)
-        except (OSError, KeyError, json.JSONDecodeError, SafetensorError) as error:
+        except CheckpointError:
+            raise
+        except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
             raise CheckpointError(f"{path}: {error!r}; {cure}") from None
-        then, now = state["arguments"], self.arguments
-        if changed := sorted(name for name in then.keys() | now.keys() if then.get(name) != now.get(name)):
-            what = ", ".join(f"{name} was {then.get(name)!r}, is {now.get(name)!r}" for name in changed)
-            raise CheckpointError(f"{path} is of another run: {what}; give the same, or another output_dir")
+        self._check_arguments(path, state["arguments"])
         masks = {
             name.removesuffix("/mask"): moments.pop(name) for name in list(moments) if name.endswith("/mask")
         }
         best = (state["best"][0], state["best"][1]) if state["best"] else None
         return Snapshot(state["step"], model, moments, state["groups"], best, masks)
 
+    def _check_arguments(self, path: Path, then: dict[str, Any]) -> None:
+        now = self.arguments
+        changed = sorted(name for name in then.keys() | now.keys() if then.get(name) != now.get(name))
+        if not changed or (changed == ["steps"] and self.extendable and now["steps"] > then["steps"]):
+            return
+        what = ", ".join(f"{name} was {then.get(name)!r}, is {now.get(name)!r}" for name in changed)
+        if "steps" in changed and self.extendable:
+            what += " (a run can be made longer, not shorter)"
+        elif "steps" in changed:
+            what += " (the rates so far are those of a cosine over the former steps; with min_lr_rate 1, a "
+            what += "level rate, a run can be made longer)"
+        raise CheckpointError(f"{path} is of another run: {what}; give the same, or another output_dir")
+
     def _found(self) -> list[Path]:
         return sorted(self.folder.glob("step-*")) if self.folder.is_dir() else []
+
+
+def _remove(path: Path) -> None:
+    """By one rename: a kill in the middle leaves nothing that looks like a checkpoint."""
+    shutil.rmtree(path.rename(path.with_name(f".{path.name}")))
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

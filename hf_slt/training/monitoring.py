@@ -3,6 +3,7 @@
 import json
 import math
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -154,13 +155,18 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
 
 class Interruption:
-    """SIGINT and SIGTERM ask the loop to stop after the step; one more, some seconds later, stops at once."""
+    """SIGINT and SIGTERM ask the loop to stop after the step; one more, some seconds later, stops at once.
+
+    Signals are the main thread's: a loop in another thread is not asked.
+    """
 
     def __init__(self) -> None:
         self.asked, self.since = False, 0.0
 
     def __enter__(self) -> "Interruption":
-        self.before = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        heard = threading.current_thread() is threading.main_thread()
+        numbers = (signal.SIGINT, signal.SIGTERM) if heard else ()
+        self.before = {number: signal.signal(number, self._ask) for number in numbers}
         return self
 
     def __exit__(self, *error: object) -> None:

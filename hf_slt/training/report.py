@@ -24,11 +24,11 @@ from .run import check_twin
 
 def train_and_compare(
     arguments: Arguments, train: Callable[[Arguments], dict[str, Any] | None], template: Path
-) -> dict[str, Any]:
+) -> dict[str, Any] | None:
     """Train, then the controls asked for; write figures, card and report, and return the report.
 
-    `train` runs arguments to their end and returns a report, or None if it was interrupted. What this
-    returns is empty then, and in all processes but the first.
+    `train` runs arguments to their end and returns a report, or None if it was interrupted; so does this.
+    The report is empty in all processes but the first.
     """
     own: str = arguments.run.control or "ticket"
     prompt = arguments.run.prompt
@@ -44,7 +44,7 @@ def train_and_compare(
             run = replace(run, resume_from_checkpoint=resume, **changes)
         found = train(replace(arguments, run=run))
         if found is None:
-            return {}
+            return None
         reports[name] = found
     if not all(reports.values()):
         return {}
@@ -52,12 +52,12 @@ def train_and_compare(
     for name, folder in folders.items():
         plot_run(logs[name], folder / "curves.png", f"{LABELS.get(name, name)}: {folder.name}")
     report = reports[own]
+    print(table(reports))
     if len(reports) > 1:
         report |= {name: one["loss"] for name, one in reports.items()}
         report["gap_closed"] = gap_closed(reports)
         labelled = {LABELS.get(name, name): records for name, records in logs.items()}
         plot_comparison(labelled, folders[own] / "comparison.png", "Validation loss at equal steps")
-        print(table(reports))
         if report["gap_closed"] is not None:
             print(f"gap closed between random mask and dense twin: {report['gap_closed']:.1%}")
     if own != "dense":
@@ -68,18 +68,19 @@ def train_and_compare(
             print(f"\n--- {LABELS.get(name, name)} goes on after {prompt!r}:\n{text}")
     with replacing(folders[own] / "report.json") as temporary:
         temporary.write_text(json.dumps(report, indent=1) + "\n")
-    print(f"\nsaved in {folders[own]}: " + ", ".join(sorted(path.name for path in folders[own].iterdir())))
+    names = sorted(path.name for path in folders[own].iterdir() if not path.name.startswith("."))
+    print(f"\nsaved in {folders[own]}: " + ", ".join(names))
     return report
 
 
 def table(reports: Mapping[str, Mapping[str, Any]]) -> str:
     """Runs by rows: what was learned, and what it weighs."""
-    rows = [f"{'':18}{'loss':>8}{'perplexity':>12}{'bits/byte':>11}{'best loss':>11}{'file':>11}"]
+    rows = [f"{'validation':18}{'loss':>8}{'perplexity':>12}{'bits/byte':>11}{'best loss':>11}{'file':>11}"]
     for name, one in sorted(reports.items(), key=lambda item: -item[1]["loss"]):
         size = f"{one['bytes'] / 1e3:,.0f} kB"
         rows.append(
             f"{LABELS.get(name, name):18}{one['loss']:8.3f}{one['perplexity']:12.1f}"
-            f"{one['bits_per_byte']:11.3f}{one['best_loss']:11.3f}{size:>11}"
+            f"{one['bits_per_byte']:11.3f}{one.get('best_loss', one['loss']):11.3f}{size:>11}"
         )
     return "\n".join(rows)
 

@@ -30,7 +30,7 @@ from ..text.blocks import Corpus, StreamedBlocks, load_blocks
 from ..text.evaluation import evaluate_blocks
 from .arguments import FREE_TO_CHANGE, Arguments, RunArguments, steps_of
 from .batches import Batches, validation_batches
-from .checkpoints import WHOLE, Checkpoints, Snapshot
+from .checkpoints import WHOLE, Checkpoints, Snapshot, lock
 from .monitoring import Log, attention_moments, look_at, masks_of
 from .scores import ScoresLayer
 
@@ -133,6 +133,8 @@ class Run:
         )
         if self.accelerator.mixed_precision == "fp16":
             raise SLTError("fp16 needs a loss scale, which no checkpoint here holds; use bf16")
+        if self.accelerator.is_main_process:
+            self.lock = lock(self.folder)  # two runs would mix one log
         with self.accelerator.main_process_first():  # it tokenises, the others read its cache
             self.corpus = corpus or load_blocks(arguments.data)
         self.accelerator.print(self.corpus.summary())
@@ -152,7 +154,9 @@ class Run:
         self.done = 0  # optimizer steps
         self.best: tuple[int, float] | None = None  # step and validation loss
         self.masks: dict[str, Tensor] = {}  # at the last look
-        self.checkpoints = Checkpoints(self.folder, self._identity(), self.options.save_total_limit)
+        level = self.options.min_lr_rate == 1  # the rates so far are then those of a longer run too
+        limit = self.options.save_total_limit
+        self.checkpoints = Checkpoints(self.folder, self._identity(), limit, extendable=level)
         before = self._resume()
         self.log = Log(self.folder / "log.jsonl", self.accelerator, before, self.done)
         if tracker:
@@ -179,6 +183,8 @@ class Run:
             found = [self.checkpoints.begin(self.options.resume_from_checkpoint, self.options.overwrite)]
         path = broadcast_object_list(found)[0]  # the first process decides for all
         if path is None:
+            if self.options.resume_from_checkpoint and self.steps:
+                self.accelerator.print(f"no checkpoint in {self.folder}: starting with step 0")
             return None
         snapshot = self.checkpoints.load(path)
         snapshot.restore(self.model, self.optimizer.optimizer)
@@ -190,6 +196,8 @@ class Run:
         """What must be the same for a checkpoint to be gone on from."""
         return {
             **{name: value for name, value in self.arguments.flat().items() if name not in FREE_TO_CHANGE},
+            "steps": self.steps,
+            "warmup_steps": self.warmup,
             "text": self.corpus.digest,
             "tokenizer_sha256": sha256(self.corpus.tokenizer.backend_tokenizer.to_str()),
             "precision": self.accelerator.mixed_precision,
@@ -223,8 +231,8 @@ class Run:
         norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
         if not math.isfinite(norm):
             raise SLTError(
-                f"the gradient of step {self.done} is not finite: the run diverged; lower the learning rate, "
-                "and go on from an earlier checkpoint"
+                f"the gradient of step {self.done} is not finite: the run diverged; start again with "
+                f"--overwrite and a learning rate below {self.options.learning_rate:g}"
             )
         return norm
 

@@ -30,6 +30,18 @@ def generated(model, options: dict, ids=PADDED, attention=ATTENTION):
 
 
 @both_states
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_past_the_last_position_as_stock(state, use_cache):
+    """GPT-2 has no position there and says so."""
+    ids, model = torch.arange(60).view(1, 60), make(state)
+    for one in (model, model.merge_and_unload()):
+        options = {"use_cache": use_cache, "do_sample": False, "eos_token_id": None}
+        assert one.generate(ids, max_new_tokens=4, **options).shape == (1, 64)
+        with pytest.raises(IndexError, match="out of range"):
+            one.generate(ids, max_new_tokens=6, **options)
+
+
+@both_states
 @pytest.mark.parametrize("options", GENERATIONS.values(), ids=GENERATIONS.keys())
 def test_generate_equals_stock(state, options):
     model = make(state)

@@ -18,6 +18,7 @@ from hf_slt.sharing.card import (
     describe_text,
     gap_closed,
     measure_size,
+    rename_card,
     value_bytes,
     write_card,
 )
@@ -231,18 +232,44 @@ def test_gap_closed_needs_all_three():
 # ---------------------------------------------------------------------------- the rest
 
 
-def test_arguments_command_and_environment_without_folders(ticket):
-    command = ["accelerate", "launch", "recipes/train.py", "--output_dir=/home/somebody/runs", "a b"]
-    card = write_card(
-        ticket, TEMPLATE, training=TRAINING, command=command, environment=describe_environment()
-    ).read_text()
-    assert "accelerate launch recipes/train.py --output_dir=runs 'a b'" in card
-    assert 'tokenizer: "tokenizer"' in card
-    assert "learning_rate: 0.01" in card
-    assert "output_dir: " not in card
-    assert "somebody" not in card
-    assert f"torch {torch.__version__}" in card
-    assert re.search(r"on \d+ (CPU cores|x )", card)
+def test_arguments_command_and_environment_without_folders(ticket, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "secret" / "set").mkdir(parents=True)  # as a name on the Hub, but a folder
+    words = "../secret/train.py --config secret/nano.yaml --output-dir=../secret/runs --cache_dir secret/c"
+    words += " --train_files ../secret/x.txt ~/secret/y.txt --tokenizer /secret/tok/ --resume_from_checkpoint"
+    words += " secret/step-1 --dataset secret/set --validation_files=C:\\\\secret\\\\z.txt"
+    command = ["accelerate", "launch", *words.split(), "--tokenizer", "openai/gpt2", "--prompt", "a/b c"]
+    paths = {"train_files": ["../secret/x.txt", "secret/y.txt"], "tokenizer": "secret/set", "prompt": "a/b"}
+    paths |= {"output_dir": "secret/runs", "cache_dir": "secret", "resume_from_checkpoint": "secret/step-1"}
+    for training in (TRAINING, {**TRAINING, "dataset": None, **paths}, {**TRAINING, "dataset": "secret/set"}):
+        card = write_card(
+            ticket, TEMPLATE, training=training, command=command, environment=describe_environment()
+        ).read_text()
+        assert "secret" not in card
+        assert "somebody" not in card
+        assert "accelerate launch train.py --config nano.yaml --output-dir=runs --cache_dir c" in card
+        assert "--dataset set --validation_files=z.txt --tokenizer openai/gpt2 --prompt 'a/b c'" in card
+        assert "learning_rate: 0.01" in card
+        assert "output_dir: " not in card
+        assert f"torch {torch.__version__}" in card
+        assert re.search(r"on \d+ (CPU cores|x )", card)
+        if "prompt" in training:
+            assert 'train_files: ["x.txt", "y.txt"]' in card
+            assert 'prompt: "a/b"' in card
+
+
+def test_a_renamed_card_is_the_authors_but_for_our_lines(ticket):
+    ours = write_card(ticket, TEMPLATE, name="gpt2").read_text()
+    renamed = write_card(ticket, TEMPLATE, name="me/ticket").read_text()
+    assert rename_card(ours, "me/ticket") == renamed.replace("# ticket", "# gpt2")
+    added = """
+I compared it with `slt verify gpt2` and
+base = AutoModelForCausalLM.from_pretrained("gpt2")
+tokenizer = AutoTokenizer.from_pretrained("openai/gpt2")
+model = AutoModelForCausalLM.from_pretrained("gpt2", dtype="auto")
+"""
+    assert rename_card(ours + added, "me/ticket") == rename_card(ours, "me/ticket") + added
+    assert rename_card(added, "me/ticket") == added
 
 
 def test_figures_are_shown_if_they_are_there(ticket, tmp_path):

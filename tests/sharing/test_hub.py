@@ -465,10 +465,12 @@ def test_no_ticket_there_and_no_hub(hub, author):
     lines = refused(author.commands(["verify", "me/stock"], ["inspect", "me/empty"]))
     for name, line in zip(("me/stock", "me/empty"), lines, strict=True):
         assert line == f"{name}: no ticket there: the Hub has neither mask.safetensors nor model.safetensors"
-    commands = [["push", "runs/ticket", "me/ticket"], ["verify", "me/ticket"]]
-    for line in refused(author.commands(*commands, HF_ENDPOINT="http://127.0.0.1:9")):
+    commands = [["push", "runs/ticket", "me/ticket"], ["verify", "me/ticket"], ["evaluate", "me/ticket"]]
+    lines = refused(author.commands(*commands, HF_ENDPOINT="http://127.0.0.1:9"))
+    for line in lines:
         assert "Connection refused" in line
         assert line.endswith("try again")
+    assert [line.startswith("me/ticket: no such folder here") for line in lines] == [False, True, True]
     for line in refused(author.commands(*commands, HF_HUB_OFFLINE="1")):
         assert "HF_HUB_OFFLINE" in line
 

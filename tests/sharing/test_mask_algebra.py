@@ -6,6 +6,7 @@ from cases import save_tickets, tiny_config
 
 from hf_slt import SupermaskGPT2LMHeadModel, TicketError, combine_tickets, compare_tickets, verify_ticket
 from hf_slt.model.ticket import read_ticket
+from hf_slt.sharing.card import write_card
 from hf_slt.sharing.mask_algebra import COMBINATIONS, compare_masks, rewrite_ticket
 from hf_slt.sharing.verify import mask_path
 
@@ -63,6 +64,34 @@ def test_combined_as_by_numpy(shelf, tmp_path, how, names, encoding):
     base.load_mask(tmp_path / "new", "new")
     base.set_mask("new")
     assert base.config.density == header.density == kept
+
+
+@pytest.mark.parametrize("place", ["one", "two/../two", "link"])
+def test_what_is_combined_stays(tmp_path, place):
+    save_tickets(tmp_path, ["one", "two"])
+    (tmp_path / "link").symlink_to(tmp_path / "two")
+    before = [masks_of(tmp_path / name) for name in ("one", "two")]
+    with pytest.raises(TicketError, match="give another folder"):
+        combine_tickets([tmp_path / "one", tmp_path / "two"], "union", tmp_path / place)
+    for old, name in zip(before, ("one", "two"), strict=True):
+        assert all(np.array_equal(mask, old[key]) for key, mask in masks_of(tmp_path / name).items())
+
+
+def test_a_combined_ticket_has_a_card_of_its_own(tmp_path):
+    save_tickets(tmp_path, ["one", "two", "new"])
+    measures = {"loss": 4.25, "perplexity": 70.1, "bits_per_byte": 2.5}
+    for name in ("one", "new"):  # the last is of an earlier combination
+        (tmp_path / name / "comparison.png").write_bytes(b"a picture")
+        write_card(tmp_path / name, measures=measures, training={"learning_rate": 0.125})
+    header = combine_tickets([tmp_path / "one", tmp_path / "two"], "union", tmp_path / "new")
+    card = (tmp_path / "new" / "README.md").read_text()
+    for word in ("4.25", "0.125", "comparison.png", "/one"):
+        assert word not in card
+    assert not (tmp_path / "new" / "comparison.png").exists()
+    assert header.mask_digest in card
+    assert 'from_pretrained("new")' in card
+    digests = [verify_ticket(tmp_path / name).mask_digest[:8] for name in ("one", "two")]
+    assert "union of the masks `{}`, `{}`".format(*digests) in card
 
 
 def test_what_cannot_be_combined_is_named(shelf, tmp_path):

@@ -208,7 +208,9 @@ def test_digest_knows_boundaries_and_order():
 
 def test_many_documents_split_by_hash():
     documents = make_documents(4000, ["a", "b", "c"])
-    train, validation = (list(part) for part in split_documents(documents, 0.05))
+    train, validation, how = split_documents(documents, 0.05)
+    train, validation = list(train), list(validation)
+    assert "hash" in how
     assert sorted(train + validation) == sorted(documents)
     assert 140 < len(validation) < 260  # 200 +- 4.4 deviations
     shuffled = random.Random(1).sample(documents, len(documents))
@@ -217,7 +219,9 @@ def test_many_documents_split_by_hash():
 
 def test_few_documents_split_at_a_line_near_their_end():
     documents = ["".join(f"line {i}\n" for i in range(100)), "no line break at all " * 50]
-    train, validation = (list(part) for part in split_documents(documents, 0.05))
+    train, validation, how = split_documents(documents, 0.05)
+    train, validation = list(train), list(validation)
+    assert "2 documents" in how
     assert [a + b for a, b in zip(train, validation, strict=True)] == documents
     assert train[0].endswith("\n")
     assert 0.03 < len(validation[0]) / len(documents[0]) < 0.07
@@ -225,8 +229,40 @@ def test_few_documents_split_at_a_line_near_their_end():
 
 def test_lines_of_one_text_split_at_the_end():
     lines = [f"line {i}\n" for i in range(200)]
-    train, validation = split_documents(lines, 0.05, lines=True)
+    train, validation, how = split_documents(lines, 0.05, lines=True)
     assert (list(train), list(validation)) == (lines[:190], lines[190:])
+    assert "last rows" in how
+
+
+UNEVEN = {
+    "a title and one long line": ["A title\n" + "word " * 12_000],
+    "a short and a long line": ["a" * 10_000 + "\n" + "b" * 48_000],
+    "two documents": ["a" * 10_000, "b" * 48_000],
+    # By its hash the last one validates, and it is most of the text; or a few words do, and hardly any.
+    "one long among many": [*(f"{i} few words" for i in range(150)), "1 " * 50_000],
+    "many short that validate": [*(f"{i} few words" for i in range(150)), "2 " * 50_000],
+}
+
+
+@pytest.mark.parametrize("lines", [False, True])
+@pytest.mark.parametrize("kind", UNEVEN)
+def test_uneven_documents_are_split_by_length(kind, lines):
+    documents = UNEVEN[kind]
+    train, validation, how = split_documents(documents, 0.05, lines)
+    assert "each document" in how
+    assert [a + b for a, b in zip(train, validation, strict=True)] == documents
+    share = sum(map(len, validation)) / sum(map(len, documents))
+    assert 0.04 < share < 0.08
+
+
+def test_the_run_is_told_what_validates(tmp_path):
+    path = write(tmp_path, "a.txt", ["".join(ASCII)])
+    options = {"train_files": [path], "vocab_size": 300, "block_size": 16}
+    assert (
+        "the last 10.0% of each document"
+        in load_blocks(DataArguments(**options, validation_fraction=0.1)).summary()
+    )
+    assert "text of its own" in load_blocks(DataArguments(**options, validation_files=[path])).summary()
 
 
 # ---------------------------------------------------------------------------- sources
@@ -247,6 +283,17 @@ def test_text_files_by_glob_and_unit(tmp_path):
     assert list(read_files(pattern)) == ["first", "one\ntwo\n\né\n"]
     assert list(read_files(pattern, sample_by="line")) == ["first", "one\n", "two\n", "\n", "é\n"]
     assert list(read_files(pattern, sample_by="paragraph")) == ["first", "one\ntwo", "é\n"]
+
+
+def test_a_folder_stands_for_the_files_in_it(tmp_path):
+    folder = tmp_path / "texts"
+    (folder / "deeper.txt").mkdir(parents=True)
+    write(folder, "b.txt", ["two"])
+    write(folder, "a.MD", ["one"])
+    (folder / "notes.docx").write_bytes(b"no text")
+    assert list(read_files([str(folder)])) == ["one", "two"]
+    with pytest.raises(DataError, match=r"file lies in the folder '.*deeper.txt'"):
+        read_files([str(folder / "deeper.txt")])
 
 
 def test_a_changed_file_is_read_anew(tmp_path):

@@ -4,9 +4,11 @@ import json
 import math
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -149,6 +151,13 @@ def test_values_and_spellings():
         ("", ["--block_size", "1"], "block_size 1"),
         ("", ["--law", "norml"], "law 'norml' is not one of"),  # before any text is read
         ("", ["--qk_scale", "big"], "qk_scale 'big' is neither 'paper' nor a number"),
+        ("", ["--activation_function", "gelu_newer"], "'gelu_newer' is unknown; did you mean gelu_new?"),
+        ("", ["--n_embd", "130", "--n_head", "4"], "n_embd 130 is not a multiple of n_head 4"),
+        ("", ["--dropout", "1.5"], "dropout 1.5 is not in [0, 1)"),
+        ("", ["--learning_rate", "-1"], "learning_rate -1.0 is negative"),
+        ("", ["--min_lr_rate", "2"], "min_lr_rate 2.0 is not in [0, 1]"),
+        ("", ["--report_to", "clearml"], "report_to clearml: not installed; pip install clearml"),
+        ("", ["--report_to", "wandbb"], "report_to 'wandbb' is not one of none, "),
     ],
 )
 def test_what_is_unknown_or_ill_typed_is_an_error_of_one_line(tmp_path, capsys, preset, words, message):
@@ -505,9 +514,25 @@ def test_controls_and_their_table(base, tmp_path, capsys):
 def test_a_signal_ends_the_controls_too(base, tmp_path, monkeypatch, capsys):
     words = [*base, "--output_dir", str(tmp_path / "run"), "--compare", "random_mask", "dense"]
     monkeypatch.setattr("hf_slt.training.monitoring.Interruption.agreed", lambda self, accelerator: True)
-    assert train_and_compare(parse_arguments(words), find_ticket, TEMPLATE) == {}
+    assert train_and_compare(parse_arguments(words), find_ticket, TEMPLATE) is None
     assert "interrupted after step 1; go on with --resume_from_checkpoint" in capsys.readouterr().out
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["checkpoints", "log.jsonl"]
+    assert sorted(path.name for path in (tmp_path / "run").glob("[!.]*")) == ["checkpoints", "log.jsonl"]
+
+
+def test_a_run_alone_ends_with_its_validation_loss(base, tmp_path, capsys):
+    words = [*base, "--output_dir", str(tmp_path / "run"), "--max_steps", "2"]
+    report = train_and_compare(parse_arguments(words), find_ticket, TEMPLATE)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("ticket ")]
+    assert line.split()[1] == f"{report['loss']:.3f}"
+
+
+def test_a_run_in_a_thread(arguments, uninterrupted):
+    """As from a notebook's tool: signals are the main thread's."""
+    reports = []
+    thread = threading.Thread(target=lambda: reports.append(find_ticket(arguments())))
+    thread.start()
+    thread.join()
+    assert mask_bytes(Path(reports[0]["saved"]).parent) == mask_bytes(uninterrupted[0])
 
 
 def test_two_signals_at_once_are_one_wish():
@@ -523,8 +548,12 @@ def test_two_signals_at_once_are_one_wish():
 def test_a_run_that_diverges_stops(arguments, monkeypatch):
     run = Run(arguments())
     monkeypatch.setattr(run.accelerator, "clip_grad_norm_", lambda *a: torch.tensor(float("nan")))
-    with pytest.raises(SLTError, match="gradient of step 0 is not finite: the run diverged"):
+    with pytest.raises(SLTError, match="gradient of step 0 is not finite: the run diverged") as caught:
         train(run)
+    # What it advises is taken; to go on from a checkpoint at another rate is not.
+    assert "--overwrite" in str(caught.value)
+    assert "--resume" not in str(caught.value)
+    Run(arguments("--overwrite", "--learning_rate", "0.001"))
 
 
 def test_the_ramp_ends_at_the_density_of_the_ticket(arguments):
@@ -614,7 +643,7 @@ def test_killed_and_resumed_to_the_same_bits(base, tmp_path, number):
     if number == signal.SIGKILL:
         assert run.returncode == -signal.SIGKILL
     else:  # a checkpoint of this very step, and a clean end
-        assert run.returncode == 0, errors
+        assert run.returncode == 130, errors  # there is no ticket
         assert f"interrupted after step {reached}; go on with --resume_from_checkpoint" in output
         assert (tmp_path / "run" / "checkpoints" / f"step-{reached:08d}").is_dir()
     again = launch([*words, "--resume_from_checkpoint"], tmp_path / "run")
@@ -642,17 +671,107 @@ def test_another_run_is_refused_with_the_difference(arguments):
     assert find_ticket(arguments("--overwrite", "--density", "0.5", "--max_steps", "2"))["steps"] == 2
 
 
-def test_a_damaged_checkpoint_is_named(arguments, tmp_path):
+def edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+DAMAGE = {
+    "model.safetensors": lambda path: path.write_bytes(path.read_bytes()[:-3]),
+    "optimizer.safetensors": lambda path: path.unlink(),
+    "state.json": lambda path: edit(path, '"step": 12', '"step": 11'),
+    "beta": lambda path: edit(path, "0.999", "0.99"),
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-30]),
+    "no object": lambda path: path.write_text("[1]"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_offered(arguments, uninterrupted, tmp_path, kind):
     find_ticket(arguments())
-    path = tmp_path / "run" / "checkpoints" / "step-00000012" / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-3])
-    with pytest.raises(
-        CheckpointError, match=r"step-00000012.model.safetensors: digest .* give --resume_from_checkpoint the"
-    ):
+    folder = tmp_path / "run" / "checkpoints"
+    DAMAGE[kind](folder / "step-00000012" / (kind if "." in kind else "state.json"))
+    with pytest.raises(CheckpointError, match="step-00000012") as caught:
         find_ticket(arguments("--resume_from_checkpoint"))
+    words = str(caught.value).split("go on from ")[1].split()
+    assert words == ["--resume_from_checkpoint", str(folder / "step-00000008")]
+    find_ticket(arguments(*words))
+    assert mask_bytes(tmp_path / "run") == mask_bytes(uninterrupted[0])
+    find_ticket(arguments("--resume_from_checkpoint"))  # it was written anew
 
 
-def test_resumed_from_a_checkpoint_by_its_path(arguments, uninterrupted, tmp_path):
+def test_the_only_checkpoint_damaged(arguments, tmp_path):
+    find_ticket(arguments("--save_total_limit", "1", "--eval_steps", "0"))
+    (path,) = (tmp_path / "run" / "checkpoints").iterdir()
+    (path / "state.json").unlink()
+    with pytest.raises(CheckpointError, match=r"step-00000012.*--overwrite"):
+        find_ticket(arguments("--resume_from_checkpoint", "--eval_steps", "0"))
+
+
+def test_a_run_of_a_level_rate_can_be_extended(arguments, tmp_path):
+    level = ["--min_lr_rate", "1", "--warmup_steps", "2", "--density_start", "0.6", "--density_steps", "9"]
+    find_ticket(arguments(*level, "--output_dir", str(tmp_path / "whole"), "--max_steps", "18"))
+    find_ticket(arguments(*level))
+    report = find_ticket(arguments(*level, "--resume_from_checkpoint", "--max_steps", "18"))
+    assert report["steps"] == 18
+    assert mask_bytes(tmp_path / "run") == mask_bytes(tmp_path / "whole")
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    with pytest.raises(CheckpointError, match=r"steps was 18, is 12 .*longer, not shorter"):
+        find_ticket(arguments(*level, "--resume_from_checkpoint"))
+    share = ["--warmup_steps", "0.2"]  # of all steps, so that more of them have a longer warm-up
+    with pytest.raises(CheckpointError, match=r"warmup_steps was 2, is 4"):
+        find_ticket(arguments(*level, *share, "--resume_from_checkpoint", "--max_steps", "19"))
+
+
+def test_a_cosine_cannot_be_extended_and_says_why(arguments):
+    find_ticket(arguments())
+    with pytest.raises(CheckpointError, match=r"steps was 12, is 18 \(.*cosine.*min_lr_rate 1"):
+        find_ticket(arguments("--resume_from_checkpoint", "--max_steps", "18"))
+
+
+def test_two_runs_do_not_share_a_folder(arguments, base, tmp_path):
+    run = launch([*base, "--max_steps", "2000"], tmp_path / "run")
+    try:
+        wait_for_step(tmp_path / "run", 1, run)
+        with pytest.raises(CheckpointError, match="another run is writing there"):
+            find_ticket(arguments("--overwrite"))
+        assert losses(tmp_path / "run")
+    finally:
+        run.kill()
+        run.communicate()
+    find_ticket(arguments("--overwrite"))  # a lock ends with its process
+
+
+@pytest.mark.parametrize("way", ["too many", "--overwrite"])
+def test_a_killed_removal_leaves_whole_checkpoints(arguments, uninterrupted, tmp_path, monkeypatch, way):
+    class Killed(BaseException):
+        pass
+
+    rmtree = checkpoints.shutil.rmtree
+
+    def kill(path, **options):
+        if options:  # of a stage, which goes when it was renamed
+            return rmtree(path, **options)
+        next(path.iterdir()).unlink()
+        raise Killed
+
+    if way == "--overwrite":
+        find_ticket(arguments())
+    # Removed are those of the earlier run; or each when the next is written.
+    words = ["--save_steps", "2", "--save_total_limit", "1"] if way == "too many" else [way]
+    monkeypatch.setattr(checkpoints.shutil, "rmtree", kill)
+    with pytest.raises(Killed):
+        find_ticket(arguments(*words))
+    monkeypatch.undo()
+    for path in (tmp_path / "run" / "checkpoints").glob("step-*"):
+        assert len(list(path.iterdir())) == 3
+    find_ticket(arguments("--resume_from_checkpoint"))
+    assert mask_bytes(tmp_path / "run") == mask_bytes(uninterrupted[0])
+    assert not list((tmp_path / "run" / "checkpoints").glob(".*"))
+
+
+def test_resumed_from_a_checkpoint_by_its_path(arguments, uninterrupted, tmp_path, monkeypatch):
     """An earlier one, of another folder: the run goes on here to the same bits, and so does its log."""
     find_ticket(arguments("--save_total_limit", "5"))
     earlier = tmp_path / "run" / "checkpoints" / "step-00000004"
@@ -660,6 +779,12 @@ def test_resumed_from_a_checkpoint_by_its_path(arguments, uninterrupted, tmp_pat
     words = ["--resume_from_checkpoint", str(earlier), "--output_dir", str(elsewhere)]
     find_ticket(arguments(*words))
     assert mask_bytes(elsewhere) == mask_bytes(uninterrupted[0])
+    # In its own folder, later ones go as soon as the run that went back has one to go on from.
+    monkeypatch.setattr(Run, "look", lambda self: (_ for _ in ()).throw(InterruptedError))
+    with pytest.raises(InterruptedError):
+        find_ticket(arguments("--resume_from_checkpoint", str(earlier), "--save_steps", "5"))
+    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert names == ["step-00000004", "step-00000005"]
     assert losses(elsewhere) == losses(uninterrupted[0])
     with pytest.raises(CheckpointError, match=r"step-9: no such folder; .*checkpoints holds step-00000008, "):
         find_ticket(arguments("--output_dir", str(elsewhere), "--resume_from_checkpoint", "step-9"))
@@ -676,7 +801,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint_whole(arguments, uninterrupt
         save_file(tensors, path)
 
     monkeypatch.setattr(checkpoints, "save_file", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(CheckpointError, match=r"step-00000006: cannot be written .*No space left"):
         find_ticket(arguments())
     monkeypatch.undo()
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000004"]
@@ -693,6 +818,21 @@ def test_last_checkpoints_and_the_best_are_kept(arguments, tmp_path, monkeypatch
     find_ticket(arguments("--eval_steps", "3", "--save_steps", "2", "--save_total_limit", "2"))
     names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert names == ["step-00000003", "step-00000010", "step-00000012"]  # best, last two
+
+
+def test_a_full_disk_is_one_line(base, tmp_path):
+    """A real one: no file may grow beyond so many bytes."""
+
+    def limit():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+
+    load_blocks(parse_arguments(base).data)  # the cache is larger
+    run = launch(base, tmp_path / "run", preexec_fn=limit)
+    _, errors = run.communicate(timeout=120)
+    assert run.returncode == 1
+    assert "Traceback" not in errors
+    assert errors.strip().splitlines()[-1].startswith("CheckpointError: ")
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())
 
 
 def test_the_script_reports_errors_in_one_line(tmp_path):
