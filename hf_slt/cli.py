@@ -79,8 +79,9 @@ def _explain_refusal(error: Any) -> str | None:
 
 def inspect(args: argparse.Namespace) -> None:
     """Print what a ticket says of itself; nothing is drawn, and only a figure reads the masks."""
+    from .model.configuration_supermask_gpt2 import RULE_OPTIONS
     from .model.ticket import read_header
-    from .sharing.card import entropy_bits, measure_size
+    from .sharing.card import entropy_bits, kept_of, measure_size
     from .sharing.hub import fetch_ticket
     from .sharing.verify import mask_path
 
@@ -90,30 +91,33 @@ def inspect(args: argparse.Namespace) -> None:
     size = measure_size(folder, header)
     if args.figure:
         from .model.ticket import read_ticket
+        from .sharing.mask_algebra import ticket_factors
         from .sharing.plots import plot_masks
 
-        title = f"{folder.resolve().name}, seed {header.seed}"
-        plot_masks(read_ticket(path).masks(), args.figure, title=title)
+        title = f"{folder.resolve().name}, seed {header.config['seed']}"
+        plot_masks(ticket_factors(read_ticket(path)), args.figure, title=title)
     if args.json:
-        shown = "shape law scale size kept weight_sha256 data_sha256"
+        shown = "shape law scale size counts weight_sha256 data_sha256"
         tensors = {
             name: {**_some(entry, shown), "entropy_bits": entropy_bits(entry)}
             for name, entry in header.tensors.items()
         }
-        facts = _some(header, "seed generator rule density encoding format_version mask_digest config")
+        facts = _some(header, "encoding format_version mask_digest config")
         print(json.dumps({"file": str(path), **facts, "bytes": size, "tensors": tensors}, indent=1))
         return
     print(f"{path}: {header.encoding}, format {header.format_version}, mask digest {header.mask_digest}")
-    print(f"seed {header.seed}, generator {header.generator}, rule {header.rule}", end=", ")
-    print(f"density {header.density:g}\n")
+    config = header.config
+    options = [f"{name} {config[name]}" for name in RULE_OPTIONS if config.get(name) is not None]
+    print(f"seed {config['seed']}, generator {config['weight_generator']}", end=", ")
+    print(", ".join([f"rule {config['rule']}", *options]) + "\n")
     rows = [
         (
             name,
             " x ".join(map(str, entry.shape)),
             entry.law or "trained",
             f"{entry.scale:.4g}" if entry.scale is not None else "",
-            f"{entry.size if entry.kept is None else entry.kept:,}",
-            f"{1 if entry.kept is None else entry.kept / entry.size:.4f}",
+            f"{kept_of(header, entry):,}",
+            f"{kept_of(header, entry) / sum(entry.counts or (entry.size,)):.4f}",
             f"{entropy_bits(entry) / entry.size:.4f}" if entry.masked else "",
             (entry.weight_sha256 or "")[:8],
             (entry.data_sha256 or "")[:8],
@@ -169,12 +173,17 @@ def diff(args: argparse.Namespace) -> None:
 
 def combine(args: argparse.Namespace) -> None:
     """Write a ticket that keeps what all, any or most of several keep."""
+    from .sharing.card import kept_of
     from .sharing.hub import fetch_ticket
     from .sharing.mask_algebra import combine_tickets
 
     folders = [fetch_ticket(one) for one in args.tickets]
     header = combine_tickets(folders, args.how, args.output, encoding=args.encoding)
-    print(f"{args.output}: {args.how} of {len(folders)} masks, density {header.density:.4f}")
+    masked = header.masked().values()
+    density = sum(kept_of(header, entry) for entry in masked) / sum(
+        sum(entry.counts or ()) for entry in masked
+    )
+    print(f"{args.output}: {args.how} of {len(folders)} masks, density {density:.4f}")
 
 
 def pack(args: argparse.Namespace) -> None:

@@ -82,8 +82,11 @@ def _keywords(kind: Any) -> dict[str, Any]:
         return {"choices": kinds}
     if get_origin(kind) is list or get_origin(kinds[0]) is list:
         return {"nargs": "+", "metavar": "TEXT"}
-    if kinds == [bool]:
-        return {"type": _truth, "nargs": "?", "const": True, "metavar": "true|false"}
+    if kinds[0] is list:
+        return {"nargs": "+", "type": _number, "metavar": "X"}
+    if kinds[0] is bool:
+        read, more = (_truth_or_text, "|TEXT") if str in kinds else (_truth, "")
+        return {"type": read, "nargs": "?", "const": True, "metavar": "true|false" + more}
     if str in kinds:
         return {"type": _number_or_text if float in kinds else str, "metavar": "TEXT"}
     return {"type": float, "metavar": "X"} if float in kinds else {"type": int, "metavar": "N"}
@@ -93,6 +96,17 @@ def _truth(word: str) -> bool:
     if word.lower() not in ("true", "false"):
         raise argparse.ArgumentTypeError(f"{word!r} is neither true nor false")
     return word.lower() == "true"
+
+
+def _truth_or_text(word: str) -> bool | str:
+    return _truth(word) if word.lower() in ("true", "false") else word
+
+
+def _number(word: str) -> int | float:
+    try:
+        return int(word)
+    except ValueError:
+        return float(word)
 
 
 def _number_or_text(word: str) -> float | str:

@@ -8,8 +8,8 @@ seconds. A ratio is ours over theirs: below 1 is less time, memory or bytes than
 JSON file is updated: rows that were measured replace their predecessors, the others stay.
 
 Apart from the table are `--only tricks`, what each speed trick of the training step is worth, switched off
-alone (a ratio above 1 is what it saves); and `--only ternary`, ways to run a ticket of weights {-c, 0, +c}
-below the cost of dense float32.
+alone (a ratio above 1 is what it saves); `--only rules`, a step of every rule; and `--only ternary`, ways to
+run a ticket of weights {-c, 0, +c} below the cost of dense float32.
 """
 
 import argparse
@@ -128,7 +128,7 @@ class Popup(torch.autograd.Function):
 
 class PopupLinear(ScoresLinear):
     def masked_weight(self) -> Tensor:
-        masks = [Popup.apply(scores.abs(), self.density) for scores in self.stored()]
+        masks = [Popup.apply(scores.abs(), self.rule.density) for scores in self.stored()]
         return self.drawn * torch.cat(masks, -1)
 
 
@@ -206,9 +206,9 @@ TRICK_SIZES = {
 }
 TRICKS: dict[str, list[tuple]] = {  # what stands in the place of what
     "the loss in pieces": [(LOSSES, "scores", ForCausalLMLoss)],
-    "the gradient of scores in pieces": [(scores, "_times_in_pieces", scores._times)],
+    "the gradient of scores in pieces": [(scores, "_slopes_in_pieces", scores._slopes)],
     "rows of a lookup added to the gradient of the logits": [(ScoresEmbedding, "forward", Embedding.forward)],
-    "a tied table masked once": [(ScoresEmbedding, "made_once", Embedding.made_once)],
+    "a tied table masked once": [(ScoresEmbedding, "masked_weight", ScoresLayer.masked_weight)],
 }
 
 
@@ -237,6 +237,20 @@ def trick_step(size: str, trick: str | None) -> Callable[[], None]:
 
 def memory_of_trick(size: str, trick: str | None) -> float:
     return peak_bytes(trick_step(size, trick))
+
+
+RULE_STEPS: dict[str, tuple[dict, float]] = {  # options, and how far a step should reach
+    "sign": ({"rule": "sign"}, 1.0),
+    "threshold": ({"rule": "threshold"}, 1.0),
+    "signed": ({"rule": "signed"}, 1.1),
+    "multicoat": ({"rule": "multicoat"}, 1.1),
+    "multibit": ({"rule": "multibit"}, 1.1),
+    "bernoulli": ({"rule": "bernoulli"}, 1.1),
+    "global": ({"rule": "global"}, 1.1),
+    "n_m": ({"rule": "n_m"}, 1.1),
+    "edge_popup with scales of rows": ({"scales": "row"}, 1.1),
+    "edge_popup, search 0.3": ({"search": 0.3}, 1.1),
+}
 
 
 # -- ways to run a ternary ticket -----------------------------------------------------------------------
@@ -499,7 +513,7 @@ class Benchmarks:
                     statistics.median(interleaved([function], 2))
                     for function in (
                         step,
-                        lambda scores=scores: keep_largest(scores, len(scores) // 3, torch.abs),
+                        lambda scores=scores: keep_largest(scores, len(scores) // 3, magnitude=True),
                         lambda folder=folder: SupermaskGPT2LMHeadModel.from_pretrained(folder),
                     )
                 ]
@@ -523,6 +537,17 @@ class Benchmarks:
                 details = {"memory_ratio": in_fresh_process(memory_of_trick, size, trick) / whole}
                 yield f"{size}, {trick}", (f"{size}: without {trick}", "with it", None, pair, details)
 
+    def rules(self):
+        """A step of every rule, and of what stands beside a rule, over one of edge-popup."""
+        shape = {**NO_DROPOUT, **self.size["step"]}
+        for name, (options, reach) in RULE_STEPS.items():
+            configs = [SupermaskGPT2Config(**shape, **options), self.step_config]
+            models = [SupermaskGPT2LMHeadModel(config) for config in configs]
+            moments = [sum(one.numel() for one in model.parameters()) for model in models]
+            pair = interleaved([training_step(model, self.size["tokens"]) for model in models], self.repeats)
+            details = {"optimizer_ratio": moments[0] / moments[1]}
+            yield name, (f"{name}: a training step", "edge_popup", reach, pair, details)
+
     def ternary(self):
         """Ways to run a signed_constant ticket, with their memory and whether greedy tokens are the same."""
         new = self.size["generated"]
@@ -545,7 +570,7 @@ ROWS = (
     "step step_accum edge_popup step_memory select draw load first_token bytes generate_b1 generate_b8 "
     "generate_memory growth"
 ).split()
-APART = ("tricks", "ternary")
+APART = ("tricks", "rules", "ternary")
 
 
 def machine() -> str:
@@ -585,6 +610,8 @@ def table(rows: list[dict]) -> str:
         what, details = row["what"], row.get("details", {})
         if "memory_ratio" in details:
             what += f"; memory {details['memory_ratio']:.2f}"
+        if details.get("optimizer_ratio", 1) < 1:
+            what += f"; optimizer memory {details['optimizer_ratio']:.2f}"
         if "tokens" in details:
             what += f", greedy tokens {details['tokens']}"
         lines.append(f"| {what} | {row['baseline']} | {row['ratio']:.3f} | {reach} |")

@@ -47,7 +47,7 @@ from train_gpt2_slt import train
 from transformers import PreTrainedTokenizerFast
 
 from hf_slt.model.ticket import MASK_FILE, read_header
-from hf_slt.sharing.card import entropy_bits, value_bytes
+from hf_slt.sharing.card import entropy_bits, kept_of, value_bytes
 from hf_slt.text.blocks import Corpus, DataArguments, TokenBlocks, load_blocks
 from hf_slt.text.evaluation import evaluate_blocks
 from hf_slt.training.batches import validation_batches
@@ -362,9 +362,10 @@ def sizes_of(folder: Path) -> dict[str, Any]:
     if not (folder / MASK_FILE).exists():
         nonzero = sum(array.size for path in files for array in load_file(path).values())
         return {"nonzero": nonzero, "file_bytes": file_bytes, "mask_bytes": 0}
-    entries = read_header(folder / MASK_FILE).tensors.values()
+    header = read_header(folder / MASK_FILE)
+    entries = header.tensors.values()
     return {
-        "nonzero": sum(entry.size if entry.kept is None else entry.kept for entry in entries),
+        "nonzero": sum(kept_of(header, entry) for entry in entries),
         "file_bytes": file_bytes,
         "mask_bytes": math.ceil(sum(map(entropy_bits, entries)) / 8),
         "value_bytes": sum(map(value_bytes, entries)),

@@ -25,6 +25,7 @@ from hf_slt.model.random_weights import draw
 from hf_slt.model.ticket import Header, read_ticket
 from hf_slt.sharing.card import entropy_bits
 from hf_slt.sharing.entropy import encode_masks
+from hf_slt.sharing.mask_algebra import ticket_factors
 from hf_slt.sharing.verify import mask_path
 
 SIDE_BITS = 8  # of a model: which, and its `a`
@@ -80,7 +81,7 @@ def neighbours(mask: np.ndarray) -> np.ndarray:
 def measure(header: Header, name: str, mask: np.ndarray) -> dict[str, float]:
     """Bits of one mask under each model."""
     entry = header.tensors[name]
-    sign = (draw(header.seed, name, entry.shape, entry.law, entry.scale) > 0).astype(int)
+    sign = (draw(header.config["seed"], name, entry.shape, entry.law, entry.scale) > 0).astype(int)
     models: dict[str, Callable[[], np.ndarray]] = {
         "rows": lambda: rows(mask),
         "columns": lambda: columns(mask),
@@ -99,7 +100,7 @@ def measure(header: Header, name: str, mask: np.ndarray) -> dict[str, float]:
 def report(folder: Path) -> dict[str, float]:
     """Bits per weight of all masks of a ticket, by model."""
     ticket = read_ticket(mask_path(folder))
-    header, masks = ticket.header, ticket.masks()
+    header, masks = ticket.header, {name: one != 0 for name, one in ticket_factors(ticket).items()}
     totals: dict[str, float] = {"packed": 0, "bound": 0, "entropy": 8 * encode_masks(masks).nbytes}
     for name, mask in masks.items():
         for model, bits in measure(header, name, mask).items():

@@ -94,6 +94,14 @@ def make_victims(folder: Path) -> dict[str, Victim]:
         "untied": {"tie_word_embeddings": False, "law": "uniform", "layer_norm": False},
         "frozen": {"embedding": "frozen", "encoding": "entropy", "law": "signed_constant"},
         "classifier": {"num_labels": 3},
+        "signed": {"rule": "signed", "scales": "row", "scale_bits": 8, "head_bias": True},
+        "multicoat": {
+            "rule": "multicoat",
+            "encoding": "entropy",
+            "layer_norm": "trained",
+            "scales": "tensor",
+        },
+        "searched": {"search": 0.3, "rule": "sign", "encoding": "entropy"},
     }
     return {name: _make_victim(folder / name, name, **plan) for name, plan in plans.items()}
 
@@ -103,7 +111,8 @@ def _make_victim(folder: Path, name: str, *, scores: int = 0, encoding: str = "p
     auto: Any = AutoModelForCausalLM
     if "num_labels" in changes:
         cls, auto = SupermaskGPT2ForSequenceClassification, AutoModelForSequenceClassification
-    model = cls(SupermaskGPT2Config(**(TINY | changes)))
+    own = {"density": None} if "rule" in changes else {}
+    model = cls(SupermaskGPT2Config(**(TINY | own | changes)))
     generator = torch.Generator().manual_seed(scores)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -252,6 +261,7 @@ def edit_tree(rng: random.Random, tree: dict) -> dict:
 KEYS = """
     num_attention_heads hidden_size num_hidden_layers max_position_embeddings num_labels layer_norm seed law
     layer_norm_epsilon activation_function scale_attn_weights scale_attn_by_inverse_layer_idx n_head n_qk n_v
+    factors search frozen_density scales scale_bits head_bias densities mask_bits threshold n_of_m
     tie_word_embeddings qk_scale embedding_law embedding_range embedding_bits n_inner state density rule dtype
     torch_dtype attn_implementation _attn_implementation pruned_heads per_layer_config pad_token_id id2label
     add_cross_attention weight_generator quantization_config to_dict check tensor_names __class__ __dict__
@@ -261,6 +271,7 @@ COMPUTING = """
     layer_norm layer_norm_epsilon activation_function scale_attn_weights n_embd n_layer vocab_size n_head seed
     scale_attn_by_inverse_layer_idx tie_word_embeddings n_positions density law qk_scale state pad_token_id
     scale_with_width initializer_range embedding embedding_bits dtype n_inner mask_digest model_type
+    factors search frozen_density scales scale_bits head_bias
 """.split()
 
 
@@ -406,27 +417,17 @@ def _edit_entry(rng, files, victim, victims):
     entry = facts["tensors"][rng.choice(sorted(facts["tensors"]))]
     key = rng.choice(sorted(entry))
     value = entry[key]
-    if key == "kept" and value:
-        entry[key] = rng.choice([value + 1, value - 1, 0, -1, 10**18, float(value), True])
+    if key == "counts":
+        place = rng.randrange(len(value))
+        value[place] = rng.choice([value[place] + 1, value[place] - 1, 0, -1, 10**18, 0.5, True])
+        entry[key] = rng.choice([value, value[::-1], [*value, 0], value[:1], []])
     elif key == "scale" and value:
         entry[key] = rng.choice([value * 2, -value, 0.0, "@nan", "@overflow", 1e38])
     elif key.endswith("sha256") and value:
-        entry[key] = rng.choice([value[::-1], "", value[:63], "0" * 64, value.upper() + " "])
+        entry[key] = rng.choice([value[::-1], "", value[:15], "0" * 16, value.upper() + " "])
     else:
         entry[key] = rng.choice(VALUES)
     files[victim.mask_file] = put_together(table, facts, tensors)
-    if key == "data_sha256" and isinstance(entry[key], str):
-        _renew_digest(files, victim.mask_file)
-
-
-def _renew_digest(files: Files, name: str) -> None:
-    """The digest of all masks, as it follows from those of each, wherever it stands."""
-    table, facts, tensors = take_apart(files[name])
-    stored = sorted((one, entry) for one, entry in facts["tensors"].items() if entry.get("key"))
-    found = sha256("".join(f"{one} {entry['data_sha256']}\n" for one, entry in stored))
-    facts["mask_digest"] = facts["config"]["mask_digest"] = found
-    files[name] = put_together(table, facts, tensors)
-    files[CONFIG] = json.dumps(json.loads(files[CONFIG]) | {"mask_digest": found}).encode()
 
 
 @damage("config.json and header agree, the tensors do not")
@@ -456,6 +457,14 @@ def _consistent(rng, files, victim, victims):
         {"dtype": "int8"},
         {"dtype": "save"},
         {"embedding": "frozen" if config.get("embedding") == "trained" else "trained"},
+        {"factors": [0.0, 1.0, 2.0, 3.0, 4.0]},
+        {"factors": [1.0] * wide if wide < 10**6 else []},
+        {"factors": ["@nan", 1.0]},
+        {"search": 0.7, "frozen_density": 0.5},
+        {"search": 1e-30, "frozen_density": 1.0},
+        {"scales": "row" if config["scales"] == "none" else "none"},
+        {"scale_bits": 32 if config["scales"] != "none" else 5},
+        {"head_bias": "yes"},
     ]
     changes = rng.choice(choices)
     for one in (config, facts["config"]):
@@ -472,10 +481,10 @@ def _consistent(rng, files, victim, victims):
             for name, entry in facts["tensors"].items():
                 spec = new.tensor(name)
                 entry["shape"] = list(spec.shape)
-                if entry["law"] is not None:
+                if "law" in entry:
                     entry |= {"law": spec.law, "scale": spec.scale}
-                if none_kept and entry["kept"] is not None:
-                    entry["kept"] = rng.choice([0, spec.size])
+                if none_kept and "counts" in entry:
+                    entry["counts"] = rng.choice([[0, spec.size], [spec.size, 0]])
     files[CONFIG] = json.dumps(config).encode()
     files[victim.mask_file] = put_together(table, facts, tensors)
 
@@ -496,10 +505,9 @@ def _tensors(rng, files, victim, victims):
         case "frozen":
             entry = {
                 "shape": [10**5, 10**5],
-                "key": None,
                 "law": "normal",
                 "scale": 1.0,
-                "weight_sha256": "0" * 64,
+                "weight_sha256": "0" * 16,
             }
             facts["tensors"][rng.choice(["h.1.mlp.c_fc", "more", "wte"])] = entry
         case "renamed":

@@ -17,6 +17,7 @@ import hf_slt
 from hf_slt import SupermaskGPT2LMHeadModel
 from hf_slt.cli import main
 from hf_slt.papers.curvature import BLOCKS, block_curvature
+from hf_slt.sharing.card import kept_of
 from hf_slt.text.evaluation import evaluate_text
 
 SLT = shutil.which("slt", path=Path(sys.executable).parent)
@@ -75,7 +76,7 @@ def test_inspect_shows_what_the_file_holds(shelf, tmp_path):
     assert header.mask_digest in out
     for name, entry in header.tensors.items():
         (line,) = [line for line in out.splitlines() if line.split()[:1] == [name]]
-        assert f" {entry.kept:,} " in line
+        assert f" {kept_of(header, entry):,} " in line
         assert entry.weight_sha256[:8] in line
         assert entry.data_sha256[:8] in line
     assert f"{(shelf / 'one' / 'mask.safetensors').stat().st_size:,}" in out
@@ -85,7 +86,7 @@ def test_inspect_as_json_adds_up(capsys, shelf):
     for source in (shelf / "one", shelf / "one" / "mask.safetensors"):
         _, out, _ = run(capsys, "inspect", source, "--json")
         facts = json.loads(out)
-        assert facts["seed"] == 7
+        assert facts["config"]["seed"] == 7
         size = facts["bytes"]
         assert size["file"] == size["mask_bytes"] + size["trained_bytes"] + size["description_bytes"]
         assert size["weights"] == sum(tensor["size"] for tensor in facts["tensors"].values())
@@ -103,8 +104,11 @@ def test_verify(capsys, folder):
     (folder / "config.json").write_text(json.dumps({**config, "seed": 8}))
     code, out, err = run(capsys, "verify", folder)
     assert (code, out) == (1, "")
-    assert len(err.splitlines()) == 3  # one for each
-    assert all(line.startswith("slt: ") for line in err.splitlines())
+    lines = err.splitlines()
+    assert all(line.startswith("slt: ") for line in lines)
+    assert sum("in its metadata: damaged" in line for line in lines) == 2  # one for each tensor
+    assert sum("seed=7, but config.json says 8" in line for line in lines) == 1
+    assert len(lines) == 4  # and the digest of all masks, which these two change
 
 
 def test_diff(capsys, shelf):

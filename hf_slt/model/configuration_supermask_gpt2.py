@@ -4,15 +4,16 @@ Everything that fixes a frozen weight is here, so that a config and a seed are t
 by its name, which is stock GPT-2's, relative to the base model ("h.0.attn.c_proj"); query, key and value,
 which stock GPT-2 lays side by side in one matrix, have names of their own ("h.0.attn.c_attn.query"):
 
-    spec   = config.tensor(name)       # name, shape, seed, law, scale, rule, density
+    spec   = config.tensor(name)       # name, shape, seed, law, scale, factors, rule
     weight = spec.draw()
 """
 
 import dataclasses
 import difflib
 import math
+from collections.abc import Callable
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 from huggingface_hub.dataclasses import strict
 from transformers import GenerationConfig, GPT2Config
@@ -32,9 +33,14 @@ _KNOWN_EXTRAS = frozenset(
     "decoder_start_token_id cross_attention_hidden_size tie_encoder_decoder pruned_heads tf_legacy_loss "
     "_attn_implementation_internal _experts_implementation_internal distributed_config".split()
 )
-RULES = ("edge_popup",)
+# What gives a rule's options their defaults, and refuses those of others; training brings it along.
+SETTLERS: list[Callable[["SupermaskGPT2Config"], None]] = []
+RULE_OPTIONS = ("density", "densities", "mask_bits", "threshold", "n_of_m")
+# What belongs to a mask, of which one backbone may have several.
+MASK_OPTIONS = ("rule", *RULE_OPTIONS, "factors", "search", "frozen_density", "mask_digest")
 EMBEDDINGS = ("wte", "wpe", "lm_head")  # an untied head follows the embeddings
-HEADS = ("lm_head", "score")  # a ticket that was trained with another head may lack them
+# A ticket that was trained with another head may lack these.
+HEADS = ("lm_head", "score", "lm_head.scale", "score.scale", "head_bias")
 _GPT2_WIDTH = 768  # the width that GPT-2's initializer_range of 0.02 was made for
 
 
@@ -70,8 +76,26 @@ class SupermaskGPT2Config(GPT2Config):
     seed: int = _option(
         0, "Seed of the frozen weights and the first scores; in training also of text order and dropout."
     )
-    density: float | int = _option(0.3, "Fraction of each masked tensor that is kept, in (0, 1].")
-    rule: str = _option("edge_popup", "How scores become a mask: edge_popup keeps the largest magnitudes.")
+    rule: str = _option(
+        "edge_popup",
+        "How scores become a mask: edge_popup (keep the largest magnitudes), global (of all tensors"
+        " together), n_m (n of every m inputs), threshold, bernoulli, sign, signed, multicoat or multibit.",
+    )
+    density: float | int | None = _option(
+        None, "Fraction kept, in (0, 1], of rules edge_popup (0.3 by default), global (0.3) and signed (0.6)."
+    )
+    densities: list | None = _option(
+        None, "Rule multicoat: falling densities of its nested masks; [0.3, 0.0788, 0.0315] by default."
+    )
+    mask_bits: int | None = _option(None, "Rule multibit: bits of a code, 2 (default), 3 or 4.")
+    threshold: float | None = _option(None, "Rule threshold: keep larger scores; 0.005 by default.")
+    n_of_m: list | None = _option(None, "Rule n_m: n and m, [2, 4] by default.")
+    search: float | int = _option(
+        1.0, "Share of each masked tensor that is searched; the seed decides what is kept of the rest."
+    )
+    frozen_density: float | int | None = _option(
+        None, "With search below 1: fraction kept of the rest; the rule's density by default, or all or half."
+    )
     law: str = _option(
         "normal", "Distribution of the frozen weights: normal, signed_constant, uniform or xavier_uniform."
     )
@@ -88,7 +112,14 @@ class SupermaskGPT2Config(GPT2Config):
     scale_with_width: bool = _option(
         False, "Fit initializer_range, made for width 768, to this width; narrow models need it."
     )
-    layer_norm: bool = _option(True, "Keep GPT-2's LayerNorms; false removes them, as in the theory.")
+    layer_norm: bool | str = _option(
+        True, "Keep GPT-2's LayerNorms; false removes them, as in the theory; trained learns their gains."
+    )
+    scales: Literal["none", "tensor", "row"] = _option(
+        "none", "Learn a factor for each masked tensor, or for each of its outputs (of a table: each row)."
+    )
+    scale_bits: int = _option(16, "Bits of a learned scale, gain or bias in the ticket: 32, 16 or 8.")
+    head_bias: bool = _option(False, "Learn a bias for the logit of every token.")
     embedding: Literal["masked", "frozen", "trained"] = _option(
         "masked", "Embeddings: masked as all weights, frozen (random, all kept) or trained and stored."
     )
@@ -96,6 +127,7 @@ class SupermaskGPT2Config(GPT2Config):
     n_qk: int | None = _option(None, "Width of a query and key per head; n_embd / n_head by default.")
     n_v: int | None = _option(None, "Width of a value per head; n_embd / n_head by default.")
     # Set by the library: whether this is a model that learns; the generator's version; a digest of all masks.
+    factors: Any = None  # what codes stand for: all that a ticket needs to know of its rule
     state: Literal["scores", "ticket"] = "scores"
     weight_generator: str = GENERATOR
     mask_digest: str | None = None
@@ -105,6 +137,10 @@ class SupermaskGPT2Config(GPT2Config):
         if (kwargs.get("num_labels") or 0) > 1 << 20:  # transformers makes a name for each
             raise ValueError(f"num_labels {kwargs['num_labels']} is more than a million")
         super().__post_init__(**kwargs)
+        if self.state == "scores" or self.factors is None:
+            for settle in SETTLERS:
+                settle(self)
+        self.factors = [0.0, 1.0] if self.factors is None else self.factors
         self.check()
 
     @classmethod
@@ -125,49 +161,38 @@ class SupermaskGPT2Config(GPT2Config):
 
     def check(self) -> None:
         """Raise ValueError, naming the value and the cure, for an option that cannot be."""
-        _one_of("law", self.law, LAWS)
-        _one_of("embedding_law", self.embedding_law, (None, *LAWS))
-        _one_of("embedding", self.embedding, ("masked", "frozen", "trained"))
-        _one_of("state", self.state, ("scores", "ticket"))
-        _one_of("rule", self.rule, RULES)
-        _one_of("activation_function", self.activation_function, tuple(ACT2FN))
-        _one_of("embedding_bits", self.embedding_bits, (32, *BITS))
-        if self.embedding_bits != 32 and self.embedding != "trained":
-            bits, cure = self.embedding_bits, "give embedding='trained' as well"
-            raise ValueError(
-                f"embedding_bits {bits} is for trained embeddings, not {self.embedding!r}; {cure}"
-            )
-        if self.weight_generator != GENERATOR:
-            cure = "install the version of hf_slt that made the ticket"
-            raise ValueError(f"weight_generator {self.weight_generator!r} is not {GENERATOR!r}; {cure}")
-        if not getattr(self.dtype, "is_floating_point", self.dtype is None):
-            raise ValueError(f"dtype {self.dtype} is none that a model computes in; give one of float")
-        if not 0 < self.density <= 1:
-            raise ValueError(f"density {self.density} is not in (0, 1]: it is the fraction of weights kept")
+        choices: dict[str, tuple] = {"law": LAWS, "embedding_law": (None, *LAWS), "scale_bits": (32, 16, 8)}
+        choices |= {"embedding": ("masked", "frozen", "trained"), "embedding_bits": (32, *BITS)}
+        choices |= {"state": ("scores", "ticket"), "activation_function": tuple(ACT2FN)}
+        choices |= {"layer_norm": (True, False, "trained"), "scales": ("none", "tensor", "row")}
+        choices |= {"add_cross_attention": (False,), "reorder_and_upcast_attn": (False,)}
+        for name, known in choices.items():
+            shown = ", ".join(map(repr, known))
+            need(getattr(self, name) in known, f"{name} {getattr(self, name)!r} is not one of {shown}")
+        for name in ("n_layer", "n_head", "n_embd", "vocab_size", "n_positions", "n_inner", "n_qk", "n_v"):
+            size = getattr(self, name)
+            need(size is None or size > 0, f"{name} {size} is not positive")
         for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} {getattr(self, name)} is not in 0 .. 1: it is a probability")
-        if not 0 <= self.seed < 2**64:
-            raise ValueError(f"seed {self.seed} is not in 0 .. 2**64 - 1")
-        if isinstance(self.qk_scale, str) and self.qk_scale != "paper":
-            raise ValueError(f"qk_scale {self.qk_scale!r} is neither 'paper' nor a number")
-        if not isinstance(self.qk_scale, str) and not (self.qk_scale > 0 and math.isfinite(self.qk_scale)):
-            raise ValueError(f"qk_scale {self.qk_scale} is not a positive number")
-        for name in ("n_layer", "n_head", "n_embd", "vocab_size", "n_positions"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} {getattr(self, name)} is not positive")
-        for name in ("n_inner", "n_qk", "n_v"):
-            width = getattr(self, name)
-            if width is not None and width < 1:
-                raise ValueError(f"{name} {width} is not positive; None takes GPT-2's own width")
-            if width is None and name != "n_inner" and self.n_embd % self.n_head:
-                raise ValueError(
-                    f"n_embd {self.n_embd} is not a multiple of n_head {self.n_head}: change one of them, "
-                    "or give n_qk and n_v, the widths of a head"
-                )
-        for name in ("add_cross_attention", "reorder_and_upcast_attn"):
-            if getattr(self, name):
-                raise ValueError(f"{name}=True is not supported by supermask GPT-2; leave it False")
+            share = getattr(self, name)
+            need(0 <= share <= 1, f"{name} {share} is not in 0 .. 1: it is a probability")
+        bits, kept, search, qk = self.embedding_bits, self.frozen_density, self.search, self.qk_scale
+        trained, generator, floating = self.embedding == "trained", self.weight_generator, "is_floating_point"
+        need(bits == 32 or trained, f"embedding_bits {bits}: give embedding='trained' as well")
+        cure = "install the version of hf_slt that made the ticket"
+        need(generator == GENERATOR, f"weight_generator {generator!r} is not {GENERATOR!r}; {cure}")
+        need(getattr(self.dtype, floating, self.dtype is None), f"dtype {self.dtype} is none of float")
+        need(0 < search <= 1, f"search {search} is not in (0, 1]: it is the share of weights searched")
+        outside = f"frozen_density {kept} is kept, of 0 .. 1, of what is not searched"
+        need(kept is None or (0 <= kept <= 1 and search < 1), f"{outside}; give a search below 1 as well")
+        numbers = {one for one in self.factors if type(one) is float and math.isfinite(one)}
+        distinct = 2 <= len(numbers) == len(self.factors) <= 16
+        need(distinct, f"factors {str(self.factors)[:99]} are not 2 to 16 different numbers")
+        need(0 <= self.seed < 2**64, f"seed {self.seed} is not in 0 .. 2**64 - 1")
+        positive = qk == "paper" if isinstance(qk, str) else qk > 0 and math.isfinite(qk)
+        need(positive, f"qk_scale {qk!r} is neither 'paper' nor a positive number")
+        fits = (self.n_qk and self.n_v) or self.n_embd % self.n_head == 0
+        cure = "change one of them, or give n_qk and n_v, the widths of a head"
+        need(fits, f"n_embd {self.n_embd} is not a multiple of n_head {self.n_head}: {cure}")
 
     @property
     def qk_width(self) -> int:
@@ -187,19 +212,56 @@ class SupermaskGPT2Config(GPT2Config):
     def tensor_names(self) -> list[str]:
         """The names of all tensors of the base model; a head of its own comes beside them."""
         inside = [name for name in self._shapes() if "." in name]
-        return ["wte", "wpe", *(f"h.{block}.{name}" for block in range(self.n_layer) for name in inside)]
+        names = ["wte", "wpe", *(f"h.{block}.{name}" for block in range(self.n_layer) for name in inside)]
+        names += self.scale_names(*names)
+        if self.layer_norm == "trained":
+            names += [
+                "ln_f",
+                *(f"h.{block}.{ln}" for block in range(self.n_layer) for ln in ("ln_1", "ln_2")),
+            ]
+        return names
+
+    def scale_names(self, *names: str) -> list[str]:
+        """The names of the learned scales of tensors."""
+        masked = [name for name in names if self.scales != "none" and self.kind_of(name) == "masked"]
+        return [f"{name}.scale" for name in masked]
 
     def tensor(self, name: str) -> TensorSpec:
         """The description of one tensor."""
         law, scale = self.law_of(name)
-        return TensorSpec(name, self.shape_of(name), self.seed, law, scale, self.rule, self.density)
+        shape, factors = self.shape_of(name), tuple(self.factors)
+        search = self.search, 1.0 if self.frozen_density is None else self.frozen_density
+        return TensorSpec(name, shape, self.seed, law, scale, factors, *search, self.rule, self.rule_options)
+
+    @property
+    def rule_options(self) -> tuple[tuple[str, Any], ...]:
+        """The options of the rule, by name."""
+        options = ((name, getattr(self, name)) for name in RULE_OPTIONS)
+        given = ((name, one) for name, one in options if one is not None)
+        return tuple((name, tuple(one) if isinstance(one, list) else one) for name, one in given)
 
     def kind_of(self, name: str) -> str:
         """What becomes of a tensor: "masked", "frozen" (all of it kept) or "trained" (its values stored)."""
+        if self._is_vector(name):
+            return "trained"
         return self.embedding if name in EMBEDDINGS else "masked"
+
+    @staticmethod
+    def _is_vector(name: str) -> bool:
+        """Whether a tensor is a row of numbers that are learned: scales, gains or biases."""
+        return name.rsplit(".", 1)[-1] in ("scale", "ln_1", "ln_2", "ln_f", "head_bias")
+
+    def bits_of(self, name: str) -> int:
+        """Bits of a trained value of a tensor in the ticket."""
+        return self.scale_bits if self._is_vector(name) else self.embedding_bits
 
     def shape_of(self, name: str) -> tuple[int, int]:
         """Rows and columns: inputs and outputs within a block, the other way in tables and heads."""
+        if name.endswith(".scale"):
+            rows, columns = self.shape_of(name.removesuffix(".scale"))
+            return 1, 1 if self.scales == "tensor" else columns if name.startswith("h.") else rows
+        if self._is_vector(name):
+            return 1, self.vocab_size if name == "head_bias" else self.n_embd
         inside = name.split(".", 2)[-1] if name.startswith("h.") else name
         return self._shapes()[inside]
 
@@ -221,6 +283,8 @@ class SupermaskGPT2Config(GPT2Config):
     def law_of(self, name: str) -> tuple[str, float]:
         """Law and scale of a tensor."""
         leaf = name.rsplit(".", 1)[-1]
+        if self._is_vector(name):
+            return "constant", 0.0 if leaf == "head_bias" else 1.0
         embedding = leaf in EMBEDDINGS
         law = self.embedding_law or self.law if embedding else self.law
         scale = 1.0
@@ -259,6 +323,7 @@ def _generation_options() -> frozenset[str]:  # transformers moves these to the 
     return frozenset(GenerationConfig().to_dict())
 
 
-def _one_of(name: str, value: str | int | None, choices: tuple) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} {value!r} is not one of {', '.join(map(repr, choices))}")
+def need(good: Any, message: str) -> None:
+    """Raise ValueError unless this is so."""
+    if not good:
+        raise ValueError(message)

@@ -1,22 +1,21 @@
-"""Layers of a ticket: a weight that is drawn from the seed, times a mask that is stored in bits.
+"""Layers of a ticket: a weight that is drawn from the seed, times a factor that a stored code stands for.
 
-    weight = draw(seed, name) * mask        buffer, never saved
-    mask                                    buffer, one bit a weight, saved
+    weight = draw(seed, name) * factors[code]        buffer, never saved
+    mask                                             buffer, the packed codes, saved
     y      = x @ weight
 
 A layer either is or learns. Those that are, masked, frozen or with stored values, are here and travel with a
-ticket. Those that learn are in `hf_slt.training.scores`; they put themselves into `LAYERS` when the package
-is imported. Both families compute with `masked_weight()`, in the three ways below (linear, embedding, head),
-and know tensors by their descriptions, not by a model's configuration.
+ticket; those that learn are in `hf_slt.training.scores`. Both compute with `masked_weight()`, in the ways
+below, and know tensors by their descriptions, not by a model's configuration.
 
-What a weight was made from is remembered by identity and version. Whatever replaces a mask or the weight (a
-load, a move, a cast back from half precision) is seen at the next forward, and the weight is drawn again: it
-is never stale. Threads may share a layer as long as none of them writes to it.
+What a weight was made from is remembered by identity and version: whatever replaces a mask or the weight (a
+load, a move, a cast) is seen at the next forward, and the weight is drawn again. Threads may share a layer as
+long as none of them writes to it.
 """
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -24,29 +23,37 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.pytorch_utils import Conv1D
 
+from .codes import factors_of, full_codes, packed_bytes
 from .random_weights import TensorSpec, digest
-from .ticket import unpack_mask
 
+Specs = Sequence[TensorSpec]
 # By state of the model, then by what becomes of the tensor and how it is used.
 LAYERS: dict[str, dict[tuple[str, str], Callable[..., "SupermaskLayer"]]] = {}
 LOSSES: dict[str, Callable] = {}  # by state too, where transformers' own is not the best
+FORWARDS: dict[str, Callable[[], AbstractContextManager]] = {}  # within which layers share what they can
 
 
 def make_layer(
-    state: str, kind: str, use: str, tensors: Sequence[TensorSpec], bits: int = 32
+    state: str, kind: str, use: str, tensors: Specs, bits: int = 32, scales: Specs = ()
 ) -> "SupermaskLayer":
     """A layer of tensors that lie side by side in the columns of one matrix.
 
-    kind: "masked", "frozen" or "trained", the last in `bits`; use: "linear", "embedding" or "head".
+    kind: "masked", "frozen" or "trained", the last in `bits`; use: "linear", "embedding", "head" or "vector".
+    scales: trained numbers that the outputs of each tensor are multiplied by; in `bits` too.
     """
     if state not in LAYERS:
         raise ImportError(
-            f"this model holds {state}, which only training needs, and the code that travels with a ticket "
-            "does not train: pip install hf_slt, and import hf_slt first"
+            f"this model holds {state}, to be trained with: pip install hf_slt, and import hf_slt"
         )
     options = {"bits": bits} if kind == "trained" else {}
-    return LAYERS[state][kind, use](tensors, **options)
+    layer = LAYERS[state][kind, use](tensors, **options)
+    for tensor, scale in zip(tensors, scales, strict=False):
+        name = layer.attribute(tensor, "scale")
+        layer.add_module(name, make_layer(state, "trained", "vector", [scale], bits))
+        layer.scale_names.append(name)
+    return layer
 
 
 class Stamp:
@@ -84,13 +91,24 @@ class SupermaskLayer(nn.Module):
     in_float32: Sequence[str] = ()  # names of parameters that no cast may shorten
     weight: Any
     masked_weight: Callable[[], Tensor]  # the matrix that the layer computes with
-    data: Callable[[], list[np.ndarray | None]]  # what a ticket stores of each tensor: packed mask or values
+    data: Callable[[], list[np.ndarray | None]]  # what a ticket stores of each tensor: codes or values
     reset: Callable[[], None]  # fills in whatever was not loaded, as transformers' _init_weights
 
-    def __init__(self, tensors: Sequence[TensorSpec]) -> None:
+    def __init__(self, tensors: Specs) -> None:
         nn.Module.__init__(self)  # by name: a layer may also be an nn.Linear or nn.Embedding
         self.tensors = tuple(tensors)
         self.shape = (tensors[0].shape[0], sum(tensor.shape[1] for tensor in tensors))
+        self.scale_names: list[str] = []  # of the vectors of scales, one a tensor, if there are any
+
+    def output_scale(self) -> Tensor | None:
+        """The learned factor of every output, to be multiplied with the matrix."""
+        if not self.scale_names:
+            return None
+        rows = [getattr(self, name).masked_weight() for name in self.scale_names]
+        if not self.inputs_first:
+            return rows[0].T
+        widths = (tensor.shape[1] for tensor in self.tensors)
+        return torch.cat([row.expand(1, width) for row, width in zip(rows, widths, strict=True)], 1)
 
     @property
     def body(self) -> Tensor:
@@ -116,9 +134,8 @@ class SupermaskLayer(nn.Module):
             self.reset()
             self._is_hf_initialized = True  # transformers would do it again
 
-    def made_once(self) -> AbstractContextManager:
-        """Within this context all uses share what can be shared: a tied table that learns selects once."""
-        return nullcontext()
+    def join(self, layers: Sequence["SupermaskLayer"]) -> None:
+        """Know the other layers of the model, if that matters."""
 
     def key(self, tensor: TensorSpec) -> str:
         """Under which name a ticket's layer has what it stores of a tensor."""
@@ -128,10 +145,15 @@ class SupermaskLayer(nn.Module):
         return f"{self.shape[0]}, {self.shape[1]}"
 
 
-class Linear(SupermaskLayer):
+class Linear(SupermaskLayer, Conv1D):
     """y = x @ weight, the weight stored (inputs, outputs) like GPT-2's Conv1D; no bias."""
 
     inputs_first = True
+
+    def __init__(self, tensors: Specs) -> None:
+        super().__init__(tensors)
+        self.nx, self.nf = self.shape
+        self.register_parameter("bias", None)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden @ self.masked_weight()
@@ -140,30 +162,34 @@ class Linear(SupermaskLayer):
 class Embedding(SupermaskLayer, nn.Embedding):
     """Rows of a table; also its transpose, so that a tied table is masked once for both uses."""
 
-    def __init__(self, tensors: Sequence[TensorSpec]) -> None:
+    def __init__(self, tensors: Specs) -> None:
         super().__init__(tensors)
         self.num_embeddings, self.embedding_dim = self.shape
         self.padding_idx, self.max_norm, self.norm_type = None, None, 2.0
         self.scale_grad_by_freq, self.sparse = False, False
 
     def forward(self, input: Tensor, unembed: bool = False) -> Tensor:
-        """Rows of the token ids, or with `unembed` the logits of hidden states.
-
-        Both directions go through one forward, so that hooks (offload, sharding) see either use.
-        """
+        """Rows of the token ids, or with `unembed` the logits of hidden states: hooks see either use."""
         return (F.linear if unembed else F.embedding)(input, self.masked_weight())
 
 
 class Head(SupermaskLayer, nn.Linear):
     """Logits from hidden states, the weight stored (outputs, inputs) like nn.Linear; no bias."""
 
-    def __init__(self, tensors: Sequence[TensorSpec]) -> None:
+    def __init__(self, tensors: Specs) -> None:
         super().__init__(tensors)
         self.out_features, self.in_features = self.shape
         self.register_parameter("bias", None)
 
     def forward(self, input: Tensor) -> Tensor:
         return F.linear(input, self.masked_weight())
+
+
+class Vector(SupermaskLayer):
+    """A row of numbers that others are multiplied by, or that is added to them."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden * self.masked_weight()[0]
 
 
 class DrawnLayer(SupermaskLayer):
@@ -174,9 +200,10 @@ class DrawnLayer(SupermaskLayer):
     stored: Callable[[], list[Tensor]]  # what a state dict brings, by tensor: masks or scores
     materialise: Callable[[], None]  # draws into the buffer, in its dtype
 
-    def __init__(self, tensors: Sequence[TensorSpec]) -> None:
+    def __init__(self, tensors: Specs) -> None:
         super().__init__(tensors)
         self.register_buffer(self.body_name, torch.empty(self.shape), persistent=False)
+        self.register_load_state_dict_post_hook(type(self)._after_load)  # after its scales were loaded too
 
     def _sources(self) -> list[Stamp]:
         """What the buffer must still be made from to be current: at least itself."""
@@ -187,7 +214,9 @@ class DrawnLayer(SupermaskLayer):
         return self._is_replica or self._sources() == self._made_from
 
     def _make_current(self) -> None:
-        if not torch.compiler.is_compiling() and not self.is_current:
+        if torch.compiler.is_compiling() or self.is_current:
+            return
+        if not any(stamp.tensor.is_meta for stamp in self._sources()):  # else a load is not finished
             self.materialise()
 
     def _apply(self, fn, recurse=True):
@@ -197,8 +226,7 @@ class DrawnLayer(SupermaskLayer):
             self._make_current()
         return self
 
-    def _load_from_state_dict(self, *args, **kwargs) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
+    def _after_load(self, _keys: Any) -> None:
         if self.body.is_meta and not any(tensor.is_meta for tensor in self.stored()):  # assign=True
             setattr(self, self.body_name, torch.empty_like(self.body, device="cpu"))
         if any(stamp.tensor.is_inference() for stamp in self._made_from):
@@ -213,18 +241,18 @@ class DrawnLayer(SupermaskLayer):
 class TicketLayer(DrawnLayer):
     """A drawn weight times a stored mask; or all of it, where the kind is "frozen"."""
 
-    def __init__(self, tensors: Sequence[TensorSpec], kind: str = "masked") -> None:
+    def __init__(self, tensors: Specs, kind: str = "masked") -> None:
         super().__init__(tensors)
         self.kind = kind
         self.weight_digests: dict[str, str] = {}  # of the last draw, before masking
         for tensor in self.tensors if self.kind == "masked" else ():
-            self.register_buffer(self.attribute(tensor, "mask"), torch.empty_like(full_mask(tensor)))
+            packed = torch.empty(packed_bytes(tensor), dtype=torch.uint8)
+            self.register_buffer(self.attribute(tensor, "mask"), packed)
         self._begin()
 
     def stored(self) -> list[Tensor]:
-        return [
-            getattr(self, self.attribute(tensor, "mask")) for tensor in self.tensors if self.kind == "masked"
-        ]
+        names = [self.attribute(tensor, "mask") for tensor in self.tensors if self.kind == "masked"]
+        return [getattr(self, name) for name in names]
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -233,28 +261,32 @@ class TicketLayer(DrawnLayer):
         for tensor in self.tensors if self.kind == "masked" else ():
             mask = self.packed_mask(tensor)
             if not getattr(mask, "_is_hf_initialized", False):  # not what a checkpoint gave
-                mask.copy_(full_mask(tensor))
+                mask.copy_(torch.from_numpy(full_codes(tensor)))
         self._make_current()
 
     def packed_mask(self, tensor: TensorSpec) -> Tensor:
-        """The stored bits of a tensor's mask."""
+        """The stored codes of a tensor."""
         packed = getattr(self, self.attribute(tensor, "mask"))
         if packed.is_meta and not self.weight.is_meta:
             raise RuntimeError(f"the mask of {tensor.name} was offloaded; load with offload_buffers=False")
         return packed
 
     def masked_part(self, tensor: TensorSpec) -> np.ndarray:
-        """The drawn weights of a tensor times its mask."""
+        """The drawn weights of a tensor times the factors of its codes."""
         drawn = tensor.draw()
         self.weight_digests[tensor.name] = digest(drawn)
         if self.kind == "masked":
-            drawn *= unpack_mask(self.packed_mask(tensor).cpu().numpy(), tensor.shape)
+            drawn *= factors_of(tensor, self.packed_mask(tensor).cpu().numpy())
         return drawn
 
     @torch.no_grad()
     def materialise(self) -> None:
+        scale = self.output_scale()
         for tensor, columns in self.places():
-            self.weight[:, columns].copy_(torch.from_numpy(self.masked_part(tensor)))
+            part = torch.from_numpy(self.masked_part(tensor))
+            if scale is not None:
+                part *= (scale[:, columns] if self.inputs_first else scale).float().cpu()
+            self.weight[:, columns].copy_(part)
         self._made_from = self._sources()
 
     def masked_weight(self) -> Tensor:
@@ -265,15 +297,8 @@ class TicketLayer(DrawnLayer):
         return [mask.cpu().numpy() for mask in self.stored()] or [None]
 
     def _sources(self) -> list[Stamp]:
-        return super()._sources() + [Stamp(mask) for mask in self.stored()]
-
-
-def full_mask(tensor: TensorSpec) -> Tensor:
-    """The packed mask that keeps every weight; bits after the last are zero."""
-    packed = torch.full((-(-tensor.size // 8),), 255, dtype=torch.uint8)
-    if tensor.size % 8:
-        packed[-1] = (1 << tensor.size % 8) - 1
-    return packed
+        scales = [getattr(self, name).body for name in self.scale_names]
+        return super()._sources() + [Stamp(one) for one in (*self.stored(), *scales)]
 
 
 class TicketLinear(TicketLayer, Linear):
@@ -293,7 +318,7 @@ class StoredLayer(SupermaskLayer):
 
     kind = "trained"
 
-    def __init__(self, tensors: Sequence[TensorSpec], bits: int = 32) -> None:
+    def __init__(self, tensors: Specs, bits: int = 32) -> None:
         super().__init__(tensors)
         self.bits = bits
         self.weight = nn.Parameter(torch.empty(self.shape), requires_grad=False)
@@ -320,6 +345,10 @@ class StoredHead(StoredLayer, Head):
     """A head of stored values."""
 
 
+class StoredVector(StoredLayer, Vector):
+    """A vector of stored values."""
+
+
 LAYERS["ticket"] = {
     ("masked", "linear"): TicketLinear,
     ("masked", "embedding"): TicketEmbedding,
@@ -328,4 +357,5 @@ LAYERS["ticket"] = {
     ("frozen", "head"): partial(TicketHead, kind="frozen"),
     ("trained", "embedding"): StoredEmbedding,
     ("trained", "head"): StoredHead,
+    ("trained", "vector"): StoredVector,
 }

@@ -10,8 +10,10 @@ Here is the forward pass and nothing else. Saving, loading and merging are in `p
 is, in a ticket (`config.state == "ticket"`) or while it learns (`"scores"`), is in `layers.py`.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import wraps
 from typing import Any
 
 import torch
@@ -33,8 +35,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .configuration_supermask_gpt2 import SupermaskGPT2Config
-from .layers import LOSSES, SupermaskLayer, make_layer
-from .named_masks import NamedMasks
+from .layers import FORWARDS, LOSSES, SupermaskLayer, make_layer
 from .pretrained import TicketPreTrainedModel
 from .quantisation import BITS  # noqa: F401  older transformers copy to their cache only what is named here
 from .random_weights import draw  # noqa: F401  likewise
@@ -43,8 +44,20 @@ from .ticket import TicketError  # noqa: F401  likewise
 
 def build_layer(config: SupermaskGPT2Config, use: str, *names: str) -> SupermaskLayer:
     """The layer of these tensors as the configuration wants it: learned or of a ticket."""
-    tensors = [config.tensor(name) for name in names]
-    return make_layer(config.state, config.kind_of(names[0]), use, tensors, config.embedding_bits)
+    tensors, scales = ([config.tensor(one) for one in some] for some in (names, config.scale_names(*names)))
+    bits = config.bits_of(scales[0].name if scales else names[0])
+    return make_layer(config.state, config.kind_of(names[0]), use, tensors, bits, scales)
+
+
+def sharing(forward: Callable) -> Callable:
+    """A forward within which layers share what they can: a tied table that learns is masked once."""
+
+    @wraps(forward)
+    def shared(self, *args, **kwargs):
+        with FORWARDS.get(self.config.state, nullcontext)():
+            return forward(self, *args, **kwargs)
+
+    return shared
 
 
 def eager_attention_forward(
@@ -92,16 +105,8 @@ class SupermaskGPT2Attention(nn.Module):
         attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
-        mixed, shares = attend(
-            self,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=self.dropout if self.training else 0.0,
-            scaling=self.scaling,
-            **kwargs,
-        )
+        options = {"dropout": self.dropout if self.training else 0.0, "scaling": self.scaling, **kwargs}
+        mixed, shares = attend(self, query, key, value, attention_mask, **options)
         mixed = mixed.flatten(-2).contiguous()  # batch, length, heads * n_v
         return self.resid_dropout(self.c_proj(mixed)), shares
 
@@ -121,9 +126,9 @@ class SupermaskGPT2MLP(nn.Module):
 class SupermaskGPT2Block(GradientCheckpointingLayer):
     def __init__(self, config: SupermaskGPT2Config, layer_idx: int) -> None:
         super().__init__()
-        self.ln_1 = _layer_norm(config)
+        self.ln_1 = _layer_norm(config, f"h.{layer_idx}.ln_1")
         self.attn = SupermaskGPT2Attention(config, layer_idx)
-        self.ln_2 = _layer_norm(config)
+        self.ln_2 = _layer_norm(config, f"h.{layer_idx}.ln_2")
         self.mlp = SupermaskGPT2MLP(config, layer_idx)
 
     def forward(
@@ -138,19 +143,23 @@ class SupermaskGPT2Block(GradientCheckpointingLayer):
         return hidden_states + self.mlp(self.ln_2(hidden_states))
 
 
-def _layer_norm(config: SupermaskGPT2Config) -> nn.Module:
+def _layer_norm(config: SupermaskGPT2Config, name: str) -> nn.Module:
     if not config.layer_norm:
         return nn.Identity()
-    return nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon, elementwise_affine=False)
+    norm = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon, elementwise_affine=False)
+    if config.layer_norm != "trained":
+        return norm
+    return nn.Sequential(OrderedDict(norm=norm, gain=build_layer(config, "vector", name)))
 
 
-class SupermaskGPT2PreTrainedModel(NamedMasks, TicketPreTrainedModel):
+class SupermaskGPT2PreTrainedModel(TicketPreTrainedModel):
     """What all supermask GPT-2 models share: what transformers should know of them."""
 
     base_model_prefix = "transformer"
     input_modalities = "text"
     supports_gradient_checkpointing = True
     _no_split_modules = ["SupermaskGPT2Block"]
+    _input_embed_layer = "wte"
     _skip_keys_device_placement = ["past_key_values"]
     _supports_flash_attn = True
     _supports_sdpa = True
@@ -178,18 +187,13 @@ class SupermaskGPT2Model(SupermaskGPT2PreTrainedModel):
         self.wpe = build_layer(config, "embedding", "wpe")
         self.drop = nn.Dropout(config.embd_pdrop)
         self.h = nn.ModuleList([SupermaskGPT2Block(config, index) for index in range(config.n_layer)])
-        self.ln_f = _layer_norm(config)
+        self.ln_f = _layer_norm(config, "ln_f")
         self.gradient_checkpointing = False
         self.post_init()
 
-    def get_input_embeddings(self) -> nn.Module:
-        return self.wte
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.wte = value
-
     @merge_with_config_defaults
     @capture_outputs
+    @sharing
     def forward(
         self,
         input_ids: Tensor | None = None,  # batch, length
@@ -226,13 +230,8 @@ class SupermaskGPT2Model(SupermaskGPT2PreTrainedModel):
             hidden_states = hidden_states + self.wte(token_type_ids)
         hidden_states = self.drop(hidden_states)
         for block in self.h:
-            hidden_states = block(
-                hidden_states,
-                past_key_values if not (self.gradient_checkpointing and self.training) else None,
-                causal_mask,
-                position_ids=position_ids,
-                **kwargs,
-            )
+            cache = None if self.gradient_checkpointing and self.training else past_key_values
+            hidden_states = block(hidden_states, cache, causal_mask, position_ids=position_ids, **kwargs)
         return BaseModelOutputWithPast(
             last_hidden_state=self.ln_f(hidden_states),
             past_key_values=past_key_values if use_cache else None,
@@ -247,15 +246,26 @@ class SupermaskGPT2LMHeadModel(SupermaskGPT2PreTrainedModel, GenerationMixin):
     def __init__(self, config: SupermaskGPT2Config) -> None:
         super().__init__(config)
         self.transformer = SupermaskGPT2Model(config)
-        if not config.tie_word_embeddings:
-            self.lm_head = build_layer(config, "head", "lm_head")
+        tied = config.tie_word_embeddings
+        self.lm_head: Any = None if tied else build_layer(config, "head", "lm_head")
+        self.head_bias = build_layer(config, "vector", "head_bias") if config.head_bias else None
         # By family, as the class name does not tell: else Trainer scales the loss by (length - 1) / length.
         self.loss_type = "ForCausalLM"
         if loss := LOSSES.get(config.state):
             self.loss_function = loss  # that very loss, in less time and memory
         self.post_init()
 
+    def get_output_embeddings(self) -> nn.Module | None:
+        if self.lm_head is not None and self.head_bias is None:
+            return self.lm_head
+        return self.head_view(self.lm_head or self._table(), self.head_bias)
+
+    def _table(self) -> Any:
+        """The tied table without an adapter, which is for lookups only, as in stock GPT-2."""
+        return getattr(self.transformer.wte, "base_layer", self.transformer.wte)
+
     @can_return_tuple
+    @sharing
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -269,21 +279,21 @@ class SupermaskGPT2LMHeadModel(SupermaskGPT2PreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs,
     ) -> CausalLMOutputWithPast:
-        tied = self.config.tie_word_embeddings
-        with self.transformer.wte.made_once() if tied else nullcontext():
-            outputs = self.transformer(
-                input_ids,
-                past_key_values=past_key_values,
-                attention_mask=attention_mask,
-                token_type_ids=token_type_ids,
-                position_ids=position_ids,
-                inputs_embeds=inputs_embeds,
-                use_cache=use_cache,
-                **kwargs,
-            )
-            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            hidden = outputs.last_hidden_state[:, kept, :]
-            logits = self.transformer.wte(hidden, unembed=True) if tied else self.lm_head(hidden)
+        outputs = self.transformer(
+            input_ids,
+            past_key_values=past_key_values,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        hidden = outputs.last_hidden_state[:, kept, :]
+        logits = self.lm_head(hidden) if self.lm_head else self._table()(hidden, unembed=True)
+        if self.head_bias is not None:
+            logits = logits + self.head_bias.masked_weight()[0]
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)

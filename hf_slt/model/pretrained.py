@@ -8,7 +8,7 @@ ticket's files itself, it is handed the arrays. What a model of scores needs is 
 
 import copy
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,10 +18,10 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from .configuration_supermask_gpt2 import SupermaskGPT2Config
+from .configuration_supermask_gpt2 import MASK_OPTIONS, SupermaskGPT2Config
 from .layers import DrawnLayer, SupermaskLayer
-from .named_masks import read_fitting_ticket
 from .ticket import (
+    ADDED,
     AGAIN,
     CONFIG_FILE,
     MASK_FILE,
@@ -34,11 +34,15 @@ from .ticket import (
     find_mask_file,
     read_json,
     read_ticket,
-    unpack_mask,
     weights_folder,
 )
 
-TOOLS: dict[str, Callable[..., Any]] = {}  # what the package adds: saving, pushing, merging
+# Methods that do not travel with a ticket: the package puts them in their places.
+NEEDS_PACKAGE = (
+    "save_pretrained save_ticket push_to_hub to_ticket merge_and_unload to_ternary resize_token_embeddings "
+    "mask_arrays from_mask_arrays load_mask set_mask using_mask delete_mask mask_names active_mask "
+    "read_fitting_ticket head_view"
+).split()
 _DOWNLOAD_OPTIONS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
 
 
@@ -53,6 +57,9 @@ class TicketPreTrainedModel(PreTrainedModel):
     config_class: Any = SupermaskGPT2Config
     _keep_in_fp32_modules_strict: Any = None
     _stock_class: ClassVar[type[PreTrainedModel]]
+    read_fitting_ticket: ClassVar[Callable[..., Ticket]]
+    from_mask_arrays: ClassVar[Any]
+    head_view: ClassVar[Any]
 
     def supermask_layers(self) -> Iterator[tuple[str, Any]]:
         """Every layer of frozen, masked or trained tensors, with its path."""
@@ -61,6 +68,8 @@ class TicketPreTrainedModel(PreTrainedModel):
     def post_init(self) -> None:
         super().post_init()
         layers = list(self.supermask_layers())
+        for _, layer in layers:
+            layer.join([one for _, one in layers])
         # Every process draws the same weights; DDP would send them round before each forward.
         self._ddp_params_and_buffers_to_ignore = [
             f"{path}.{layer.body_name}" for path, layer in layers if isinstance(layer, DrawnLayer)
@@ -76,69 +85,28 @@ class TicketPreTrainedModel(PreTrainedModel):
     def device(self) -> torch.device:
         return next(layer.body.device for _, layer in self.supermask_layers())
 
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """As in torch; and the frozen weights of a ticket, which tools count and ask for dtype and device."""
+        yield from super().parameters(recurse)
+        if self.config.state == "ticket":
+            for _, layer in self.supermask_layers():
+                if isinstance(layer, DrawnLayer):
+                    yield nn.Parameter(layer.body, requires_grad=False)
+
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """As in transformers; the weights of a ticket count, though none of them can be trained."""
+        if self.config.state != "ticket" or only_trainable:
+            return super().num_parameters(only_trainable, exclude_embeddings)
+        tables = (nn.Embedding,) if exclude_embeddings else ()
+        shapes = [layer.shape for _, layer in self.supermask_layers() if not isinstance(layer, tables)]
+        return sum(rows * columns for rows, columns in shapes)
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, SupermaskLayer):
             module.reset()
         else:
             super()._init_weights(module)
-
-    def resize_token_embeddings(self, new_num_tokens=None, pad_to_multiple_of=None, mean_resizing=True):
-        """As in transformers, except that new rows are drawn like all others: a mean row has no seed."""
-        rows, multiple = new_num_tokens or self.config.vocab_size, pad_to_multiple_of or 1
-        return self._tool("resize_token_embeddings")(self, -(-rows // multiple) * multiple)
-
-    def mask_arrays(self) -> dict[str, np.ndarray]:
-        """Every mask by tensor name, as boolean arrays."""
-        return {
-            tensor.name: unpack_mask(packed, tensor.shape)
-            for _, layer in self.supermask_layers()
-            if layer.kind == "masked"
-            for tensor, packed in zip(layer.tensors, layer.data(), strict=True)
-        }
-
-    @classmethod
-    def from_mask_arrays(cls, config: SupermaskGPT2Config, masks: Mapping[str, np.ndarray]):
-        """A ticket, in memory, of these masks by tensor name; all that the configuration has are needed."""
-        return cls._tool("from_mask_arrays")(cls, config, masks)
-
-    def to_ticket(self):
-        """This model as a ticket, in memory: masks in place of scores."""
-        return self._tool("to_ticket")(self)
-
-    # -- out: by tools of the package, which do not travel ---------------------------------------
-
-    def save_pretrained(self, save_directory, is_main_process=True, push_to_hub=False, **kwargs) -> None:
-        """As in transformers, but atomic: the scores to go on from, or the ticket if this is one."""
-        self._tool("save_pretrained")(self, save_directory, is_main_process, push_to_hub, **kwargs)
-
-    def save_ticket(self, save_directory: str | os.PathLike, *, encoding: str = "packed") -> Any:
-        """Write config, masks (`encoding` may be "entropy", the shortest) and code; return the header."""
-        return self._tool("save_ticket")(self, save_directory, encoding=encoding)
-
-    def push_to_hub(self, repo_id: str, **kwargs) -> str:
-        """As in transformers; of a ticket the masks (`encoding` as in `save_ticket`), config, code, tokenizer
-        and card: the latter two from where it was loaded.
-        """
-        if self.config.state != "ticket":
-            return super().push_to_hub(repo_id, **kwargs)  # type: ignore[arg-type]
-        return self._tool("push_to_hub")(self, repo_id, **kwargs)
-
-    def merge_and_unload(self) -> PreTrainedModel:
-        """A stock GPT-2 with the masked weights: the same logits, no code of ours, ordinary size."""
-        return self._tool("merge_and_unload")(self)
-
-    def to_ternary(self):
-        """A ticket that computes with the signs of its weights (see `hf_slt.sharing.ternary`)."""
-        return self._tool("to_ternary")(self)
-
-    @staticmethod
-    def _tool(name: str) -> Callable[..., Any]:
-        if name not in TOOLS:  # this code came from the Hub by itself
-            raise ImportError(f"{name} does not travel with a ticket: pip install hf_slt, and import hf_slt")
-        return TOOLS[name]
-
-    # -- in --------------------------------------------------------------------------------------
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, mask=None, **kwargs):
@@ -173,7 +141,7 @@ class TicketPreTrainedModel(PreTrainedModel):
             kwargs |= dtype  # the model's; that of the configuration is the file's
         if mask is not None:
             elsewhere = {**where, "revision": None, "subfolder": None}
-            ticket = read_fitting_ticket(mask, ticket.header.config, **elsewhere)
+            ticket = cls.read_fitting_ticket(mask, ticket.header.config, **elsewhere)
         elif (config.mask_digest or ticket.header.mask_digest) != ticket.header.mask_digest:
             raise MismatchError(f"{path}: not the ticket that the configuration was read from; load it again")
         kwargs = {name: one for name, one in kwargs.items() if name not in (*_DOWNLOAD_OPTIONS, "config")}
@@ -185,8 +153,10 @@ class TicketPreTrainedModel(PreTrainedModel):
     @classmethod
     def _from_ticket(cls, ticket: Ticket, config: SupermaskGPT2Config, name: str, *args, **kwargs):
         header, keys = ticket.header, ticket.header.tensors
-        config.state, config.mask_digest = "ticket", header.mask_digest
-        config.density, config.rule = header.density, header.rule
+        config.state = "ticket"
+        told = ADDED | dict(header.config) | {"mask_digest": header.mask_digest}
+        for key in MASK_OPTIONS:
+            setattr(config, key, told[key])
         try:  # the caller may have given another configuration than the ticket's own
             check_tensors(header, config, sizes=not kwargs.get("ignore_mismatched_sizes"))
         except ValueError as error:
@@ -211,6 +181,17 @@ class TicketPreTrainedModel(PreTrainedModel):
                 check_weights(ticket.path, tensor.name, entry, layer.weight_digests[tensor.name])
                 if mask is not None and not np.array_equal(mask, ticket.arrays[tensor.name]):
                     raise TicketError(f"{ticket.path}: the mask of {tensor.name} was not loaded; see above")
+
+
+def _missing(name: str) -> Callable:
+    def method(*_args, **_kwargs):
+        raise ImportError(f"{name} does not travel with a ticket: pip install hf_slt, and import hf_slt")
+
+    return method
+
+
+for _name in NEEDS_PACKAGE:
+    setattr(TicketPreTrainedModel, _name, staticmethod(_missing(_name)))
 
 
 def read_generation_config(path: Path) -> GenerationConfig:

@@ -37,6 +37,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 
@@ -50,7 +51,7 @@ _CHUNK = 1 << 17
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One frozen tensor: all that its weights follow from, and how a mask over them is found.
+    """One frozen tensor: all that its weights follow from, what a mask over them means and how it is found.
 
     >>> TensorSpec("wte", (2, 2), seed=7, law="signed_constant", scale=0.5).draw().tolist()
     [[0.5, -0.5], [0.5, 0.5]]
@@ -61,12 +62,19 @@ class TensorSpec:
     seed: int = 0
     law: str = "normal"
     scale: float = 1.0
+    factors: tuple[float, ...] = (0.0, 1.0)  # that the codes of a mask stand for
+    search: float = 1.0  # share of the weights that a mask is searched for
+    frozen_density: float = 1.0  # share of the others that is kept
     rule: str = "edge_popup"
-    density: float = 1.0  # fraction kept
+    options: tuple[tuple[str, Any], ...] = ()  # of the rule
 
     @property
     def size(self) -> int:
         return self.shape[0] * self.shape[1]
+
+    @property
+    def searched(self) -> int:
+        return max(1, round(self.search * self.size))  # how many weights have a code
 
     def draw(self) -> np.ndarray:
         """The weights in float32, before any mask."""
@@ -80,6 +88,8 @@ def draw(seed: int, name: str, shape: Sequence[int], law: str = "normal", scale:
     [[0.5, -0.5], [0.5, 0.5]]
     """
     shape = tuple(int(extent) for extent in shape)
+    if law == "constant":  # where learning starts, no law of frozen weights
+        return np.full(shape, scale, np.float32)
     out = np.empty(shape, np.float32)
     flat = out.reshape(-1)
     if law == "xavier_uniform":
@@ -92,22 +102,14 @@ def draw(seed: int, name: str, shape: Sequence[int], law: str = "normal", scale:
 
     if len(starts) > 1:
         with ThreadPoolExecutor(_threads()) as pool:  # NumPy releases the interpreter lock
-            for _ in pool.map(fill, starts):
-                pass
+            list(pool.map(fill, starts))
     else:
-        for start in starts:
-            fill(start)
+        fill(0)
     return out
 
 
 def draw_range(
-    seed: int,
-    name: str,
-    start: int,
-    stop: int,
-    law: str = "normal",
-    scale: float = 1.0,
-    out: np.ndarray | None = None,
+    seed: int, name: str, start: int, stop: int, law: str = "normal", scale: float = 1.0, out: Any = None
 ) -> np.ndarray:
     """Weights `start` to `stop` of the flattened tensor, without drawing the others; in `out`, if given.
 
@@ -123,13 +125,17 @@ def draw_range(
         raise ValueError(f"seed {seed} is not in 0 .. 2**64 - 1")
     if not math.isfinite(scale):
         raise ValueError(f"scale {scale} is not finite")
+    integers, shift = _INTEGERS[law](words_of(seed, name, start, stop))
+    factor = np.ldexp(np.float32(scale), -shift)
+    return np.multiply(integers, factor, out=out, dtype=np.float32, casting="unsafe")
+
+
+def words_of(seed: int, name: str, start: int, stop: int) -> np.ndarray:
+    """Words `start` to `stop` of a tensor's 32-bit words."""
     first = start // 8  # a Philox block is 8 words of 32 bits
     blocks = -(-stop // 8) - first
     raw = np.random.Philox(key=_key(seed, name), counter=first).random_raw(4 * blocks)
-    words = raw.astype("<u8", copy=False).view("<u4")[start - 8 * first :][: stop - start]
-    integers, shift = _INTEGERS[law](words)
-    factor = np.ldexp(np.float32(scale), -shift)
-    return np.multiply(integers, factor, out=out, dtype=np.float32, casting="unsafe")
+    return raw.astype("<u8", copy=False).view("<u4")[start - 8 * first :][: stop - start]
 
 
 def xavier_bound(shape: Sequence[int]) -> float:

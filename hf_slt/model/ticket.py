@@ -5,23 +5,23 @@
       mask.safetensors                every mask, packed; its metadata alone rebuilds the weights
       model.safetensors.index.json    maps every tensor to mask.safetensors, for tools that look for weights
 
-(`save_pretrained` of a ticket writes the same file under transformers' own name, model.safetensors,
-which needs no index; all below holds for either.)
+(`save_pretrained` writes the same under transformers' own name, model.safetensors, which needs no index.)
 
-A mask of n bits is ceil(n / 8) bytes: bit i % 8 (least significant first) of byte i // 8 is weight i of the
-row-major tensor; the bits after the last are zero. With `encoding` "packed" each mask is stored so; with
-"entropy" all masks stand in one tensor, `coded_masks` (see hf_slt/sharing/entropy.py). Digests are those of
-packed bytes in either case. Trained values are float32, or codes and scales of rows (see `quantisation.py`).
+A mask is one code a weight, in bit planes (see `codes.py`). With `encoding` "packed" each mask is stored so;
+with "entropy" all masks stand in one tensor, `coded_masks` (see hf_slt/sharing/entropy.py). Digests are those
+of packed bytes in either case. Trained values are float32, or shorter (see `quantisation.py`).
 
 The way in is one: `find_mask_file` finds the file, `read_header` its description, `read_ticket` all of it.
 The header is the authority: its tensors must be those that its configuration implies, and config.json and the
 file's own table must say the same, which is checked before anything is allocated.
 """
 
+import contextlib
 import hashlib
 import json
 import math
 import os
+import re
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -34,11 +34,12 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidat
 from safetensors import SafetensorError
 from safetensors.numpy import load
 
-from .configuration_supermask_gpt2 import HEADS, RULES, SLTError, SupermaskGPT2Config, TicketError  # noqa: F401
+from .codes import count_codes, planes
+from .configuration_supermask_gpt2 import HEADS, SLTError, SupermaskGPT2Config, TicketError  # noqa: F401
 from .quantisation import BITS, dequantise, stored_form
-from .random_weights import GENERATOR, digest
+from .random_weights import digest
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MASK_FILE = "mask.safetensors"
 MODEL_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -46,16 +47,20 @@ CONFIG_FILE = "config.json"
 NEXT = ".next-"  # then a digest of config.json: where the files of a save lie until they are in their places
 METADATA_KEY = "hf_slt"
 DIGEST_KEY = "hf_slt_sha256"  # of the text under METADATA_KEY
+DIGITS = 16  # of a tensor's digest that are stored; that of all masks has 64
 ENCODINGS = ("packed", "entropy")
 DECODERS: dict[str, Callable] = {}  # of encodings that need a library; the package puts them here
+OLDER: dict[Any, Callable[[dict], dict]] = {}  # versions that the package can bring to the present one
 CODED_KEY = "coded_masks"  # where all masks stand in an entropy-coded file
 SCALES = "_scales"  # after the key of quantised values: where the scales of their rows stand
 _LONGEST_JSON = 64 << 20  # bytes; a header of a thousand tensors takes one
 _MOST_WEIGHTS = 512  # that a byte of a file may stand for; in a coded mask of density 0.0015 it is 500
 _DTYPES = {"uint8": "U8", "int8": "I8", "float16": "F16", "float32": "F32"}  # as safetensors names them
 AGAIN = "download or copy the file again"  # the cure of all damage
-_KNOWN: dict[str, tuple] = {"format_version": (FORMAT_VERSION,), "encoding": ENCODINGS, "rule": RULES}
-_KNOWN |= {"bit_order": ("little",), "generator": (GENERATOR,)}
+# Options that configurations of version 1 do not have, with the values that they stand for there.
+ADDED: dict[str, Any] = {"factors": [0.0, 1.0], "search": 1.0, "scales": "none", "scale_bits": 16}
+ADDED |= {"head_bias": False}
+ADDED |= dict.fromkeys("frozen_density densities mask_bits threshold n_of_m".split())
 # What may differ between config.json and the header: how a ticket is loaded, not what it computes.
 LOADING_KEYS = set("transformers_version architectures auto_map _name_or_path use_cache mask_digest".split())
 
@@ -69,13 +74,13 @@ class Entry:
     """
 
     shape: tuple[int, ...]
-    key: str | None
+    key: str | None = None
     law: str | None = None
     scale: float | None = None
-    kept: int | None = None
-    data_sha256: str | None = None  # of the packed mask, or of the trained values in float32
-    weight_sha256: str | None = None  # of the drawn float32 weights, before masking
-    bits: int = 1  # that a stored value takes: 1 for a mask; 32, 8 or 4 for trained values
+    counts: tuple[int, ...] | None = None  # of a mask: how many weights have each code
+    data_sha256: str | None = None  # of the packed mask or the trained float32 values: the first 16 digits
+    weight_sha256: str | None = None  # of the drawn float32 weights, before masking: the same
+    bits: int = 1  # of a code; 32, 16, 8 or 4 of a trained value
 
     @property
     def size(self) -> int:
@@ -84,7 +89,7 @@ class Entry:
     @property
     def kind(self) -> str:
         """As `SupermaskGPT2Config.kind_of`: masked, frozen or trained."""
-        return "trained" if self.law is None else "frozen" if self.kept is None else "masked"
+        return "trained" if self.law is None else "frozen" if self.counts is None else "masked"
 
     @property
     def masked(self) -> bool:
@@ -98,10 +103,10 @@ class Entry:
         """Keys, shapes and types of its data in a packed file."""
         if self.key is None:
             return {}
-        if self.masked:
-            return {self.key: ((-(-self.size // 8),), np.dtype(np.uint8))}
+        if self.counts is not None:
+            return {self.key: ((self.bits * -(-sum(self.counts) // 8),), np.dtype(np.uint8))}
         if self.bits not in BITS:
-            return {self.key: (self.shape, np.dtype(np.float32))}
+            return {self.key: (self.shape, np.dtype(f"float{self.bits}"))}
         scales = ((self.shape[0],), np.dtype(np.float16))
         return {self.key: stored_form(self.shape, self.bits), self.key + SCALES: scales}
 
@@ -110,16 +115,11 @@ class Entry:
 class Header:
     """The metadata of a mask file."""
 
-    seed: int
     config: Mapping[str, Any]
     tensors: Mapping[str, Entry]
-    density: float
-    rule: str
-    generator: str = GENERATOR
-    format_version: int = FORMAT_VERSION
     encoding: str = "packed"
-    bit_order: str = "little"
     mask_digest: str = ""
+    format_version: int = FORMAT_VERSION
 
     def masked(self) -> dict[str, Entry]:
         return {name: entry for name, entry in self.tensors.items() if entry.masked}
@@ -133,34 +133,10 @@ class Ticket:
     header: Header
     arrays: dict[str, np.ndarray]
 
-    def masks(self) -> dict[str, np.ndarray]:
-        """Every mask by tensor name, as boolean arrays."""
-        return {name: unpack_mask(self.arrays[name], one.shape) for name, one in self.header.masked().items()}
 
-
-def pack_mask(mask: np.ndarray) -> np.ndarray:
-    """Bits to bytes, least significant first, row-major."""
-    return np.packbits(np.ascontiguousarray(mask, dtype=bool).reshape(-1), bitorder="little")
-
-
-def unpack_mask(packed: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Bytes to bits: the inverse of `pack_mask`.
-
-    >>> unpack_mask(np.array([25], np.uint8), (2, 3)).tolist()
-    [[True, False, False], [True, True, False]]
-    """
-    return np.unpackbits(packed, count=math.prod(shape), bitorder="little").view(bool).reshape(shape)
-
-
-def count_bits(packed: np.ndarray) -> int:
-    """How many weights a packed mask keeps."""
-    return int(np.unpackbits(packed).sum(dtype=np.int64))
-
-
-def mask_digest(tensors: Mapping[str, Entry]) -> str:
+def mask_digest(digests: Mapping[str, str]) -> str:
     """One digest of all stored data: SHA-256 over 'name digest' lines, sorted by name."""
-    lines = (f"{name} {entry.data_sha256}\n" for name, entry in sorted(tensors.items()) if entry.key)
-    return sha256("".join(lines))
+    return sha256("".join(f"{name} {one}\n" for name, one in sorted(digests.items())))
 
 
 def sha256(text: str | bytes) -> str:
@@ -261,13 +237,11 @@ def ticket_and_faults(path: Path) -> tuple[Ticket, list[TicketError]]:
     try:
         stored = load(path.read_bytes())
         if header.encoding == "entropy":
-            masked = header.masked()
-            shapes = {name: entry.shape for name, entry in masked.items()}
-            kept = {name: int(entry.kept or 0) for name, entry in masked.items()}
-            arrays |= DECODERS["entropy"](stored[CODED_KEY], shapes, kept)
+            counts = {name: entry.counts for name, entry in header.masked().items()}
+            arrays |= DECODERS["entropy"](stored[CODED_KEY], counts)
     except (SafetensorError, OSError, ValueError) as error:
         return Ticket(path, header, {}), [TicketError(f"{path}: damaged ({error}); {AGAIN}")]
-    faults = []
+    faults, digests = [], {}
     for name, entry in header.tensors.items():
         if entry.key is None:
             continue
@@ -275,16 +249,17 @@ def ticket_and_faults(path: Path) -> tuple[Ticket, list[TicketError]]:
             codes, scales = stored[entry.key], stored[entry.key + SCALES]
             arrays[name] = dequantise(codes, scales, entry.shape, entry.bits)
         elif name not in arrays:
-            arrays[name] = stored[entry.key]
-        found, array = digest(arrays[name]), arrays[name]
-        if found != entry.data_sha256:
+            arrays[name] = stored[entry.key] if entry.masked else stored[entry.key].astype(np.float32)
+        digests[name], array = digest(arrays[name]), arrays[name]
+        if not (found := digests[name]).startswith(str(entry.data_sha256)):
             differ = f"digest {found[:8]}..., not the {str(entry.data_sha256)[:8]}... in its metadata"
             faults.append(TicketError(f"{path}: {name} has {differ}: damaged; {AGAIN}"))
-        elif entry.masked and (
-            count_bits(array) != entry.kept or (entry.size % 8 and array[-1] >> entry.size % 8)
-        ):
-            faults.append(TicketError(f"{path}: {name} does not keep {entry.kept} of {entry.size} weights"))
-    if (found := mask_digest(header.tensors)) != header.mask_digest:
+        elif entry.counts is not None:
+            with contextlib.suppress(ValueError):
+                if count_codes(array, sum(entry.counts), len(entry.counts)) == list(entry.counts):
+                    continue
+            faults.append(TicketError(f"{path}: {name} has other codes than the {entry.counts} it says"))
+    if (found := mask_digest(digests)) != header.mask_digest:
         differ = f"digest {found[:8]}... of all masks is not the {header.mask_digest[:8]}... in its metadata"
         faults.append(TicketError(f"{path}: {differ}; {AGAIN}"))
     return Ticket(path, header, arrays), faults
@@ -363,30 +338,45 @@ def parse_json(path: Path, data: bytes | str) -> dict[str, Any]:
 
 
 def _parse_header(path: Path, facts: dict[str, Any]) -> Header:
-    for key, known in _KNOWN.items():
-        if facts.get(key) not in known:
-            choices = " or ".join(map(repr, known))
+    known = {"format_version": (FORMAT_VERSION, *OLDER), "encoding": ENCODINGS}
+    for key, values in known.items():
+        if facts.get(key) not in values or type(facts[key]) is bool:
+            choices = " or ".join(map(repr, values))
             cure = "install the version of hf_slt that wrote the ticket"
             raise TicketError(f"{path}: {key} {facts.get(key)!r} is not {choices}, known here; {cure}")
     try:
+        facts = OLDER.get(facts["format_version"], dict)(facts)
         names = {field.name for field in fields(Header)}
-        if facts.keys() != names:
+        if facts.keys() != names or type(facts["mask_digest"]) is not str:
             raise ValueError(f"keys {sorted(facts.keys() ^ names)}")
-        tensors = facts["tensors"].items()
-        entries = {name: Entry(**{**one, "shape": tuple(one["shape"])}) for name, one in tensors}
+        entries = {}
+        for name, entry in facts["tensors"].items():
+            told: Any = {key: tuple(one) if type(one) is list else one for key, one in entry.items()}
+            entries[name] = Entry(**told)
         header = Header(**{**facts, "tensors": entries})
-        if (type(header.seed), type(header.mask_digest)) != (int, str):
-            raise ValueError(f"seed {header.seed!r}, mask_digest {header.mask_digest!r}")
         config = SupermaskGPT2Config.from_dict(dict(header.config))
-        for key in ("seed", "rule", "density", "mask_digest"):
-            if (one := getattr(header, key)) != (other := getattr(config, key)):
-                raise ValueError(f"{key} {one!r}, but {other!r} in the configuration")
+        if config.mask_digest != header.mask_digest:
+            raise ValueError(
+                f"mask_digest {header.mask_digest!r}, but {config.mask_digest!r} in the configuration"
+            )
         if config.state != "ticket":
             raise ValueError(f"state {config.state!r}, not 'ticket'")
         check_tensors(header, config)
     except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
         raise TicketError(f"{path}: metadata that describe no ticket ({error}); {AGAIN}") from None
     return header
+
+
+def state_key(name: str, kind: str) -> str | None:
+    """Where the data of a tensor stand in a state dict, after the base model's prefix; None if nowhere."""
+    whole, leaf = name.removesuffix(".scale"), name.rsplit(".", 1)[-1]
+    stem = re.sub(r"\.(query|key|value)$", r".\1_", whole)
+    stem += "" if stem.endswith("_") else "."
+    if leaf == "scale":
+        return f"{stem}scale.weight"
+    if leaf.startswith("ln_"):
+        return f"{name}.gain.weight"
+    return {"masked": f"{stem}mask", "trained": f"{name}.weight", "frozen": None}[kind]
 
 
 def check_tensors(header: Header, config: SupermaskGPT2Config, *, sizes: bool = True) -> None:
@@ -401,36 +391,39 @@ def check_tensors(header: Header, config: SupermaskGPT2Config, *, sizes: bool = 
         if sizes and repr(entry.shape) != repr(tensor.shape):
             raise ValueError(f"{name} has shape {entry.shape}, the model wants {tensor.shape}")
         found = (entry.kind, entry.law, entry.scale, entry.bits)
-        drawn, stored = (kind, tensor.law, tensor.scale, 1), (kind, None, None, config.embedding_bits)
+        bits = planes(len(config.factors)) if kind == "masked" else 1
+        drawn, stored = (kind, tensor.law, tensor.scale, bits), (kind, None, None, config.bits_of(name))
         if repr(found) != repr(wanted := stored if kind == "trained" else drawn):  # 1.0 is not 1
             raise ValueError(f"{name} is {found} (kind, law, scale, bits), the configuration says {wanted}")
-        kept = range(entry.size + 1) if kind == "masked" else [None]
-        if entry.kept not in kept or type(entry.kept) not in (int, type(None)):
-            raise ValueError(f"{name} keeps {entry.kept} of {entry.size} weights")
-        mask = f"{name}_mask" if name.endswith(("query", "key", "value")) else f"{name}.mask"
-        place = {"masked": mask, "trained": f"{name}.weight", "frozen": None}[kind]
-        if entry.key not in (place, f"transformer.{place}") or (entry.data_sha256 is None) != (place is None):
-            raise ValueError(f"{name} has key {entry.key!r} and digest {entry.data_sha256!r}")
+        if entry.counts is not None:
+            whole = all(type(one) is int and one >= 0 for one in entry.counts)
+            many = max(1, round(tensor.search * entry.size))
+            if not whole or len(entry.counts) != len(config.factors) or sum(entry.counts) != many:
+                raise ValueError(f"{name} has codes {entry.counts} of {many} weights")
+        place = state_key(name, kind)
+        digests = [one and len(one) >= DIGITS for one in (entry.data_sha256, entry.weight_sha256)]
+        expected = [None if place is None else True, None if kind == "trained" else True]
+        if entry.key not in (place, f"transformer.{place}") or digests != expected:
+            raise ValueError(
+                f"{name} has key {entry.key!r} and digests {entry.data_sha256, entry.weight_sha256}"
+            )
 
 
 def config_faults(path: Path, header: Header, config: Mapping[str, Any]) -> Iterator[TicketError]:
     """Where config.json is not that of the model that the masks were made for."""
-    for key in sorted((header.config.keys() | config.keys()) - LOADING_KEYS):
-        own, other = (json.dumps(one[key]) if key in one else "nothing" for one in (header.config, config))
+    sides = ADDED | dict(header.config), ADDED | dict(config)
+    for key in sorted((sides[0].keys() | sides[1].keys()) - LOADING_KEYS):
+        own, other = (json.dumps(one[key]) if key in one else "nothing" for one in sides)
         if own != other:
             cure = "it was altered or is of another ticket: copy the folder again"
             yield TicketError(f"{path}: made for {key}={own}, but {CONFIG_FILE} says {other}; {cure}")
-    if config.get("mask_digest") != header.mask_digest:
-        yield TicketError(
-            f"{path}: digest {header.mask_digest[:8]}... is not the {str(config.get('mask_digest'))[:8]}... "
-            f"in {CONFIG_FILE}; the file is damaged or belongs to another ticket"
-        )
+    if (told := str(config.get("mask_digest"))) != header.mask_digest:
+        differ = f"digest {header.mask_digest[:8]}... is not the {told[:8]}... in {CONFIG_FILE}"
+        yield TicketError(f"{path}: {differ}; the file is damaged or belongs to another ticket")
 
 
 def check_weights(path: str | os.PathLike, name: str, entry: Entry, found: str) -> None:
     """Raise TicketError unless the drawn weights have the digest that the ticket was trained on."""
-    if found != entry.weight_sha256:
+    if not found.startswith(str(entry.weight_sha256)):
         differ = f"digest {found[:8]}..., not the {str(entry.weight_sha256)[:8]}... they were trained with"
-        raise TicketError(
-            f"{path}: the weights drawn for {name} have {differ}; seed, law or scale was altered"
-        )
+        raise TicketError(f"{path}: the weights drawn for {name} have {differ}; the ticket was altered")

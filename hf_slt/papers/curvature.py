@@ -21,7 +21,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -271,7 +270,6 @@ class _PlainLayer(nn.Module):
         self.weight = nn.Parameter(layer.masked_weight().detach().clone(), requires_grad=False)
         self.is_table = getattr(layer, "is_table", isinstance(layer, nn.Embedding))  # the first if ternary
         self.is_head = not (layer.inputs_first or self.is_table)
-        self.made_once = nullcontext  # as a masked layer has it: there is nothing to share
 
     def forward(self, input: Tensor, unembed: bool = False) -> Tensor:
         if self.is_head or unembed:

@@ -21,8 +21,9 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from ..model.configuration_supermask_gpt2 import RULE_OPTIONS
 from ..model.quantisation import BITS
-from ..model.ticket import CONFIG_FILE, Entry, Header
+from ..model.ticket import ADDED, CONFIG_FILE, Entry, Header
 from .files import replacing
 from .verify import mask_path, verify_ticket
 
@@ -145,6 +146,12 @@ def write_card(
         has_tokenizer=(folder / "tokenizer_config.json").is_file(),
         header=header,
         size=measure_size(folder, header),
+        factors=list(factors_told(header)),
+        options=[
+            ("density asked" if key == "density" else key, header.config[key])
+            for key in RULE_OPTIONS
+            if header.config.get(key) is not None
+        ],
         laws=sorted({f"`{entry.law}`" for entry in header.tensors.values() if entry.law}),
         shape=[(label, config[key]) for key, label in _SHAPE.items() if config.get(key) is not None],
         tensors=[_tensor_row(tensor, entry, header) for tensor, entry in header.tensors.items()],
@@ -229,8 +236,8 @@ def measure_size(folder: Path, header: Header) -> dict[str, Any]:
     total = path.stat().st_size
     entries = header.tensors.values()
     trained, weights = sum(map(value_bytes, entries)), sum(entry.size for entry in entries)
-    masked = sum(entry.size for entry in entries if entry.masked)
-    kept = sum(entry.kept or 0 for entry in entries)
+    masked = sum(sum(entry.counts or ()) for entry in entries)
+    kept = sum(kept_of(header, entry) for entry in entries if entry.masked)
     return {
         "file_name": path.name,
         "file": total,
@@ -247,16 +254,27 @@ def measure_size(folder: Path, header: Header) -> dict[str, Any]:
     }
 
 
-def entropy_bits(entry: Entry) -> float:
-    """The least a mask takes of which only the number kept is known: log2(size choose kept).
+def factors_told(header: Header) -> Sequence[float]:
+    """What the codes of a ticket stand for."""
+    return (ADDED | dict(header.config))["factors"]
 
-    >>> round(entropy_bits(Entry((10, 10), "mask", "normal", 1.0, kept=2)), 3)
+
+def kept_of(header: Header, entry: Entry) -> int:
+    """How many weights of a tensor are not zero; those outside of the search are not counted."""
+    if entry.counts is None:
+        return entry.size
+    return sum(count for count, factor in zip(entry.counts, factors_told(header), strict=True) if factor)
+
+
+def entropy_bits(entry: Entry) -> float:
+    """The least a mask takes of which only the counts of codes are known: log2 of the multinomial.
+
+    >>> round(entropy_bits(Entry((10, 10), "mask", "normal", 1.0, counts=(98, 2))), 3)
     12.273
     """
-    if entry.kept is None:
+    if entry.counts is None:
         return 0.0
-    size, kept, dropped = (math.lgamma(n + 1) for n in (entry.size, entry.kept, entry.size - entry.kept))
-    return (size - kept - dropped) / math.log(2)
+    return (math.lgamma(sum(entry.counts) + 1) - sum(math.lgamma(n + 1) for n in entry.counts)) / math.log(2)
 
 
 def value_bytes(entry: Entry) -> int:
@@ -288,9 +306,11 @@ def _tensor_row(name: str, entry: Entry, header: Header) -> dict[str, Any]:
     row |= {"asked": "", "kept": f"{entry.size:,} of {entry.size:,}", "density": "1"}
     if entry.law is not None:
         row |= {"law": entry.law, "scale": f"{entry.scale:.6g}"}
-    if entry.kept is not None:
-        kept = f"{entry.kept:,} of {entry.size:,}"
-        row |= {"asked": str(header.density), "kept": kept, "density": f"{entry.kept / entry.size:.6g}"}
+    if entry.counts is not None:
+        kept, searched = kept_of(header, entry), sum(entry.counts)
+        asked = header.config.get("density")
+        row |= {"asked": "" if asked is None else str(asked), "kept": f"{kept:,} of {searched:,}"}
+        row |= {"density": f"{kept / searched:.6g}"}
     return row
 
 

@@ -1,4 +1,4 @@
-"""Masks at their entropy: all masks of a ticket in one stream, as short as their counts allow.
+"""Masks at their entropy: all codes of a ticket in one stream, as short as their counts allow.
 
 A mask that keeps k of n weights is one of (n choose k): a code that knows only n and k needs
 log2(n choose k) bits. This one needs about one bit more for a mask, and up to four bytes more for the
@@ -7,12 +7,15 @@ whole stream.
     mask -> bytes -> runs of bytes; a run has one model, made of what is left: n weights, k of them kept
     P(byte) = (n - 8 choose k - j) / (n choose k),  j = bits set in it       # in integers, exactly
 
-The specification, in full, for a rewrite in another language or on a chip. Shapes and counts kept are
-known from the ticket's header; the stream holds nothing but the masks.
+Codes of more than two levels are nested masks, each on what the one before kept: which codes are above 0;
+of these, which are above 1; and so on. By the chain rule their entropies add up to that of the codes.
 
-1. Letters. The masks follow each other sorted by name (by code point). A mask of n weights, k kept, is
-   its packed bytes, as in model/ticket.py: row-major, least significant bit first. The last letter has
-   b = (n - 1) % 8 + 1 bits, and so 2**b values; the others have b = 8.
+The specification, in full, for a rewrite in another language or on a chip. Counts of codes are known from the
+ticket's header; the stream holds nothing but the masks, sorted by name, then by level.
+
+1. Letters. The masks follow each other sorted by name (by code point) and level. A mask of n weights, k
+   kept, is its packed bytes, as in model/codes.py: row-major, least significant bit first. The last letter
+   has b = (n - 1) % 8 + 1 bits, and so 2**b values; the others have b = 8.
 2. Runs. While 0 < k < n, where n is the number of weights of this mask not coded yet and k how many of
    them are kept: the next run is max(1, n // 32) letters, a quarter of those left. After it n and k
    are counted again. At k = 0 or k = n the rest of the mask is known, and has no letters in the stream.
@@ -39,10 +42,12 @@ No floating-point number decides anything, so the bytes are the same on every ma
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+
+from ..model.codes import pack_codes, unpack_codes
 
 _TOTAL = 1 << 24  # constriction's precision
 # The coder's state before the first letter and after the last: a mark that damage seldom leaves in place. It
@@ -53,12 +58,51 @@ _CHUNK = 1 << 20
 _ONES = np.array([value.bit_count() for value in range(256)], np.uint8)
 
 
+def encode_codes(packed: Mapping[str, np.ndarray], counts: Mapping[str, Sequence[int]]) -> np.ndarray:
+    """The packed codes of all tensors in one array of bytes; `counts` says how many there are of each.
+
+    >>> encode_codes({"a": np.array([4, 1], np.uint8)}, {"a": (1, 1, 1)}).nbytes  # codes 2, 0, 1
+    3
+    """
+    masks = {}
+    for name, one in packed.items():
+        codes = unpack_codes(one, sum(counts[name]), len(counts[name]))
+        for level in range(len(counts[name]) - 1):
+            masks[name, level] = codes > level
+            codes = codes[masks[name, level]]
+    return encode_masks(masks)
+
+
+def decode_codes(coded: np.ndarray, counts: Mapping[str, Sequence[int]]) -> dict[str, np.ndarray]:
+    """The packed codes of `encode_codes`; ValueError for an array that is no stream of such codes.
+
+    >>> decode_codes(encode_codes({"a": np.array([4, 1], np.uint8)}, {"a": (1, 1, 1)}), {"a": (1, 1, 1)})["a"]
+    array([4, 1], dtype=uint8)
+    """
+    left = {(name, level): sum(some[level:]) for name, some in counts.items() for level in range(len(some))}
+    sizes = {key: size for key, size in left.items() if (key[0], key[1] + 1) in left}
+    masks = decode_masks(
+        coded, {key: (size,) for key, size in sizes.items()}, {key: left[key[0], key[1] + 1] for key in sizes}
+    )
+    found = {}
+    for name, some in counts.items():
+        if len(some) == 2:  # one mask, and packed as it is
+            found[name] = masks[name, 0]
+            continue
+        codes, places = np.zeros(sum(some), np.uint8), np.arange(sum(some))
+        for level in range(len(some) - 1):
+            places = places[unpack_codes(masks[name, level], len(places)).view(bool)]
+            codes[places] = level + 1
+        found[name] = pack_codes(codes, len(some))
+    return found
+
+
 def encode_masks(
-    masks: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]] | None = None
+    masks: Mapping[Any, np.ndarray], shapes: Mapping[Any, tuple[int, ...]] | None = None
 ) -> np.ndarray:
     """All masks in one array of bytes.
 
-    A mask is a boolean array of any shape, or (with its shape in `shapes`) the bytes of `pack_mask`.
+    A mask is a boolean array of any shape, or (with its shape in `shapes`) the bytes of `pack_codes`.
 
     >>> mask = np.zeros(100, bool)
     >>> mask[[41, 59]] = True
@@ -79,8 +123,8 @@ def encode_masks(
 
 
 def decode_masks(
-    coded: np.ndarray, shapes: Mapping[str, tuple[int, ...]], kept: Mapping[str, int]
-) -> dict[str, np.ndarray]:
+    coded: np.ndarray, shapes: Mapping[Any, tuple[int, ...]], kept: Mapping[Any, int]
+) -> dict[Any, np.ndarray]:
     """The packed masks of `encode_masks`, given their shapes and how many weights each keeps.
 
     Raises ValueError for an array that is no stream of such masks. This finds most damage, not all: a
@@ -155,7 +199,7 @@ def _model(library: Any, left: int, kept: int) -> Any:
 
 
 def _letters(
-    name: str, mask: np.ndarray, shapes: Mapping[str, tuple[int, ...]] | None
+    name: Any, mask: np.ndarray, shapes: Mapping[Any, tuple[int, ...]] | None
 ) -> tuple[np.ndarray, int]:
     """The bytes of a mask, and its number of weights."""
     if mask.dtype == bool:

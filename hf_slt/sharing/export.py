@@ -1,4 +1,4 @@
-"""A ticket in other forms: stock GPT-2, which needs no code of ours; and ternary, for a CPU."""
+"""A model in other forms: stock GPT-2, which needs no code of ours; ternary, for a CPU; its head alone."""
 
 import copy
 import dataclasses
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, PreTrainedModel
 
-from ..model.layers import SupermaskLayer, TicketLayer
+from ..model.layers import SupermaskLayer, TicketLayer, Vector
 
 
 def merge_and_unload(model: Any) -> PreTrainedModel:
@@ -23,12 +23,24 @@ def merge_and_unload(model: Any) -> PreTrainedModel:
             f"stock GPT-2 has heads of n_embd / n_head = {width:g}; n_qk {config.qk_width} and n_v "
             f"{config.v_width} cannot be merged"
         )
+    if config.head_bias:
+        raise ValueError(
+            "stock GPT-2 has no bias of its logits; a model with head_bias=True cannot be merged"
+        )
     names = {field.name for field in dataclasses.fields(GPT2Config)} - {"architectures"}
     with torch.device("meta"):
         stock = model._stock_class(GPT2Config(**{name: getattr(config, name) for name in names}))
+    # A rule may train on other weights than it ends with, and a ticket has the latter.
+    ended = model.to_ticket() if model.training and config.state == "scores" else model
+    layers = dict(ended.supermask_layers())
     weights = {
-        f"{path}.weight": layer.masked_weight().detach().clone() for path, layer in model.supermask_layers()
+        f"{path}.weight": layer.masked_weight().detach().clone()
+        for path, layer in layers.items()
+        if not isinstance(layer, Vector)  # scales are in the weights already
     }
+    for path, layer in layers.items():
+        if path.endswith(".gain"):
+            weights[path.removesuffix("gain") + "weight"] = layer.masked_weight()[0].detach().clone()
     for name, meta in stock.state_dict().items():
         if name not in weights:  # biases, and LayerNorm's gain
             value = 1.0 if re.search(r"ln_\w+\.weight$", name) else 0.0
@@ -57,12 +69,14 @@ def to_ternary(model: Any) -> Any:
     suited = [
         (path, layer)
         for path, layer in ticket.supermask_layers()
-        if isinstance(layer, TicketLayer) and {one.law for one in layer.tensors} == {"signed_constant"}
+        if isinstance(layer, TicketLayer)
+        and {one.law for one in layer.tensors} == {"signed_constant"}
+        and {-1.0, 0.0, 1.0}.issuperset(layer.tensors[0].factors)
     ]
     if not suited:
         raise ValueError(
-            f"no weights here are ternary: law {model.config.law!r}, not 'signed_constant', drew them; "
-            "use the ticket as it is"
+            f"no weights here are ternary: law {model.config.law!r} drew them, and the mask has factors "
+            f"{model.config.factors}; law signed_constant and factors -1, 0 and 1 are needed"
         )
     for path, layer in suited:
         ticket.set_submodule(path, TernaryLayer(layer))
@@ -72,7 +86,7 @@ def to_ternary(model: Any) -> Any:
 class TernaryLayer(TicketLayer):
     """A ticket's layer of weights -c, 0 and +c, on a CPU: signs in 16 bits, all arithmetic in float32.
 
-        y = (x @ sign) * c              # c of each output; no weight is rounded
+        y = (x @ sign) * c              # c of each output, with its learned scale; no weight is rounded
 
     Half the memory to read is what makes it fast. The masks stay, and with them all that a ticket can do.
     """
@@ -85,27 +99,36 @@ class TernaryLayer(TicketLayer):
         self.register_buffer("weight", layer.weight.new_empty(0), persistent=False)  # tells the dtype
         for tensor, mask in zip(self.tensors, layer.stored(), strict=False):
             self.register_buffer(self.attribute(tensor, "mask"), mask)
+        for name in layer.scale_names:
+            self.add_module(name, getattr(layer, name))
+            self.scale_names.append(name)
         self.materialise()
 
     @torch.no_grad()
     def materialise(self) -> None:
         signs = self.masked_weight().float().sign()
+        outputs = self.shape[1 if self.inputs_first else 0]
         signs = signs.T.contiguous() if self.inputs_first else signs  # outputs, inputs
-        scales = [abs(tensor.scale) for tensor in self.tensors for _ in range(tensor.shape[1])]
-        self._scale = torch.tensor(scales if self.inputs_first else scales[:1])
+        widths = [tensor.shape[1] if self.inputs_first else outputs for tensor in self.tensors]
+        sizes = [
+            torch.full((width,), abs(one.scale)) for one, width in zip(self.tensors, widths, strict=True)
+        ]
+        scale = self.output_scale()
+        self._scale = torch.cat(sizes) * (1 if scale is None else scale.float().abs().flatten())
         self._packed = torch.ops.quantized.linear_prepack_fp16(signs, None)
         self._rows = signs.to(torch.int8) if self.is_table else None
         self._made_from = self._sources()
 
     def masked_weight(self) -> Tensor:
-        """weight * mask, drawn again: it is not kept."""
-        parts = [torch.from_numpy(self.masked_part(tensor)) for tensor in self.tensors]
-        return torch.cat(parts, 1).to(self.weight.dtype)
+        """weight * mask * scale, drawn again: it is not kept."""
+        weight = torch.cat([torch.from_numpy(self.masked_part(tensor)) for tensor in self.tensors], 1)
+        scale = self.output_scale()
+        return (weight if scale is None else weight * scale.float()).to(self.weight.dtype)
 
     def forward(self, input: Tensor, unembed: bool = False) -> Tensor:
         self._make_current()
         if self._rows is not None and not unembed:
-            return (self._rows[input] * self._scale).to(self.weight.dtype)
+            return (self._rows[input] * self._scale[input].unsqueeze(-1)).to(self.weight.dtype)
         product = torch.ops.quantized.linear_dynamic_fp16(input.float(), self._packed)
         return product.mul_(self._scale).to(input.dtype)
 
@@ -113,3 +136,23 @@ class TernaryLayer(TicketLayer):
         if fn(torch.empty(0)).device.type != "cpu":
             raise RuntimeError("a ternary model runs on a CPU only; move the ticket that it was made from")
         return super()._apply(fn, recurse)
+
+
+class HeadView(nn.Linear):
+    """A tied table, or a head, with its bias, as the linear layer that tools look for; it owns nothing."""
+
+    def __init__(self, table: Any, bias: Any) -> None:
+        nn.Module.__init__(self)
+        is_table = isinstance(table, nn.Embedding)
+        self.out_features = table.num_embeddings if is_table else table.out_features
+        self.in_features = table.embedding_dim if is_table else table.in_features
+        self._owned = (table, bias)  # a tuple hides them: they are modules of the model
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        table = self._owned[0]
+        return table.masked_weight() if isinstance(table, SupermaskLayer) else table.weight
+
+    @property
+    def bias(self) -> Tensor | None:  # type: ignore[override]
+        return None if self._owned[1] is None else self._owned[1].masked_weight()[0]

@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 # Of these, what a new save does not write is of an older one, and would be loaded in its place.
 WEIGHT_FILES = r"mask\.safetensors|model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json"
 
+_OWN: set[Path] = set()  # stages that this process writes in: it holds their locks
+
 
 @contextmanager
 def replacing(path: str | os.PathLike) -> Iterator[Path]:
@@ -139,9 +141,11 @@ def _stage(path: Path, place: Path) -> Iterator[Path]:
             if folder == place:
                 stage.mkdir()
                 alive = _lock(stage)
+    _OWN.add(stage)
     try:
         yield stage
     finally:
+        _OWN.discard(stage)
         shutil.rmtree(stage, ignore_errors=True)
         if alive:
             os.close(alive)
@@ -153,7 +157,7 @@ def _stage_name(path: Path, place: Path) -> Path:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    lock = _lock(folder)
+    lock = None if folder in _OWN else _lock(folder)
     try:
         yield
     finally:

@@ -21,6 +21,7 @@ from huggingface_hub import (
     snapshot_download,
     try_to_load_from_cache,
 )
+from transformers import PreTrainedModel
 
 from ..model.ticket import (
     CONFIG_FILE,
@@ -31,6 +32,7 @@ from ..model.ticket import (
     read_header,
 )
 from .card import CARD_FILE, FIGURES, rename_card, write_card
+from .files import WEIGHT_FILES, copy_own_file
 from .saving import rewrite_ticket
 from .verify import mask_path, verified_ticket
 
@@ -150,10 +152,12 @@ def push_ticket(
 
 
 def push_model(model: Any, repo_id: str, *, encoding: str = "packed", **options: Any) -> str:
-    """`push_to_hub` of a ticket in memory, with what lies where it was loaded from.
+    """`push_to_hub` of a model: of a ticket in memory, with what lies where it was loaded from.
 
     That is the tokenizer; card and figures too, if they are of this very mask.
     """
+    if model.config.state != "ticket":
+        return PreTrainedModel.push_to_hub(model, repo_id, **options)
     with tempfile.TemporaryDirectory() as folder:
         header, origin = model.save_ticket(folder, encoding=encoding), Path(model.name_or_path or "")
         if model.name_or_path and mask_path(origin).is_file():

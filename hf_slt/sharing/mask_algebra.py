@@ -1,12 +1,13 @@
 """Masks of one backbone compared and combined, from file to file: no weight is drawn.
 
-overlap(A, B)  = |A and B| / |A or B|             Jaccard's; two random masks of density d overlap d / (2 - d)
-hamming(A, B)  = |A xor B|                        weights on which they disagree
+overlap(A, B)  = |A and B| / |A or B|    of what they keep; two random masks of density d overlap d / (2 - d)
+hamming(A, B)                            weights on which they disagree: kept or not, or by which factor
+
+Masks of different rules can be compared; to be combined they must have the same codes.
 """
 
 import copy
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..model.codes import factors_of, pack_codes, unpack_codes
 from ..model.configuration_supermask_gpt2 import SupermaskGPT2Config
-from ..model.named_masks import backbone_differences
-from ..model.ticket import WEIGHT_FILES, Header, Ticket, TicketError, count_bits, pack_mask, read_ticket
-from .card import CARD_FILE, FIGURES, write_card
+from ..model.random_weights import TensorSpec
+from ..model.ticket import ADDED, Header, Ticket, TicketError, read_ticket
+from .card import CARD_FILE, FIGURES, factors_told, write_card
 from .files import staged
+from .named_masks import backbone_differences
 from .saving import rewrite_ticket
 from .verify import mask_path
 
@@ -33,10 +36,7 @@ class Comparison:
     size: int
     kept: tuple[int, int]
     both: int
-
-    @property
-    def hamming(self) -> int:
-        return sum(self.kept) - 2 * self.both
+    hamming: int
 
     @property
     def overlap(self) -> float:
@@ -51,37 +51,53 @@ class Comparison:
         return both / either if either else 1.0
 
 
-def compare_masks(one: Masks, other: Masks, sizes: Mapping[str, int]) -> dict[str, Comparison]:
-    """Comparison of packed masks by tensor, and under `"all"` of all tensors as one.
+def compare_masks(one: Masks, other: Masks) -> dict[str, Comparison]:
+    """Comparison of factors by tensor, and under `"all"` of all tensors as one.
 
-    >>> masks = np.array([0b0111], np.uint8), np.array([0b1110], np.uint8)
-    >>> found = compare_masks({"w": masks[0]}, {"w": masks[1]}, {"w": 4})["w"]
+    >>> found = compare_masks({"w": np.array([0, 1, 1, 1])}, {"w": np.array([1, 1, 1, 0])})["w"]
     >>> found.hamming, found.overlap
     (2, 0.5)
     """
     found = {}
-    for name, size in sizes.items():
-        kept = count_bits(one[name]), count_bits(other[name])
-        found[name] = Comparison(size, kept, count_bits(one[name] & other[name]))
+    for name, first in one.items():
+        second = other[name]
+        some = (first != 0, second != 0, (first != 0) & (second != 0), first != second)
+        one_keeps, other_keeps, both, differ = (int(np.count_nonzero(mask)) for mask in some)
+        found[name] = Comparison(first.size, (one_keeps, other_keeps), both, differ)
     every = found.values()
     kept = sum(item.kept[0] for item in every), sum(item.kept[1] for item in every)
-    found["all"] = Comparison(sum(item.size for item in every), kept, sum(item.both for item in every))
+    both, differ = sum(item.both for item in every), sum(item.hamming for item in every)
+    found["all"] = Comparison(sum(item.size for item in every), kept, both, differ)
     return found
 
 
-def majority(masks: Sequence[np.ndarray]) -> np.ndarray:
-    """What more than half of them keep.
+def intersection(masks: Sequence[np.ndarray], zero: int) -> np.ndarray:
+    """What all keep, as the first has it."""
+    return np.where(np.logical_and.reduce([mask != zero for mask in masks]), masks[0], zero)
 
-    >>> majority([np.array([0b011], np.uint8), np.array([0b110], np.uint8), np.array([0b010], np.uint8)])
-    array([2], dtype=uint8)
+
+def union(masks: Sequence[np.ndarray], zero: int) -> np.ndarray:
+    """What any keeps, as the first that keeps it has it."""
+    result = masks[-1]
+    for mask in reversed(masks[:-1]):
+        result = np.where(mask != zero, mask, result)
+    return result
+
+
+def majority(masks: Sequence[np.ndarray], zero: int | None) -> np.ndarray:
+    """The code that most have; where several are as frequent, that of zero, or the lowest.
+
+    >>> majority([np.array([0, 1, 1]), np.array([1, 1, 0]), np.array([0, 1, 0])], 0).tolist()
+    [0, 1, 0]
     """
-    votes = sum(np.unpackbits(mask, bitorder="little").astype(np.uint16) for mask in masks)
-    return np.packbits(votes > len(masks) // 2, bitorder="little")
+    codes = sorted(set(range(1 + max(int(mask.max()) for mask in masks))), key=lambda code: code != zero)
+    votes = np.stack([sum((mask == code).astype(np.int16) for mask in masks) for code in codes])
+    return np.array(codes, np.uint8)[votes.argmax(0)]
 
 
-COMBINATIONS: dict[str, Callable[[Sequence[np.ndarray]], np.ndarray]] = {
-    "intersection": np.bitwise_and.reduce,  # what all keep
-    "union": np.bitwise_or.reduce,  # what any keeps
+COMBINATIONS: dict[str, Callable[..., np.ndarray]] = {
+    "intersection": intersection,
+    "union": union,
     "majority": majority,
 }
 
@@ -89,8 +105,13 @@ COMBINATIONS: dict[str, Callable[[Sequence[np.ndarray]], np.ndarray]] = {
 def compare_tickets(one: str | os.PathLike, other: str | os.PathLike) -> dict[str, Comparison]:
     """Masks of two ticket folders compared, by tensor; they must be of one backbone."""
     first, second = _read_alike([one, other])
-    sizes = {name: entry.size for name, entry in first.header.masked().items()}
-    return compare_masks(first.arrays, second.arrays, sizes)
+    return compare_masks(ticket_factors(first), ticket_factors(second))
+
+
+def ticket_factors(ticket: Ticket) -> dict[str, np.ndarray]:
+    """The factor of every weight, by name of the masked tensors."""
+    config = SupermaskGPT2Config.from_dict(dict(ticket.header.config))
+    return {name: factors_of(config.tensor(name), ticket.arrays[name]) for name in ticket.header.masked()}
 
 
 def combine_tickets(
@@ -107,10 +128,23 @@ def combine_tickets(
     if Path(target).resolve() in [Path(source).resolve() for source in sources]:
         raise TicketError(f"{target}: one of the tickets to combine, which stay; give another folder")
     tickets = _read_alike(sources)
-    masks = {}
+    for key in ("factors", "search", "frozen_density"):
+        values = [(ADDED | dict(ticket.header.config))[key] for ticket in tickets]
+        if values != values[:1] * len(values):
+            raise TicketError(
+                f"masks of {key} {values} cannot be combined: their codes mean different things"
+            )
+    factors, masks = list(factors_told(tickets[0].header)), {}
+    zero = factors.index(0.0) if 0.0 in factors else None
+    if zero is None and how != "majority":
+        raise TicketError(
+            f"masks of factors {factors} keep every weight and have no {how}; take the majority"
+        )
     for name, entry in tickets[0].header.tensors.items():
         if entry.masked:
-            masks[name] = COMBINATIONS[how]([ticket.arrays[name] for ticket in tickets])
+            size, levels = sum(entry.counts or ()), len(factors)
+            codes = [unpack_codes(ticket.arrays[name], size, levels) for ticket in tickets]
+            masks[name] = pack_codes(COMBINATIONS[how](codes, zero), levels)
         elif entry.trained:
             for source, ticket in zip(sources, tickets, strict=True):
                 if not np.array_equal(ticket.arrays[name], tickets[0].arrays[name]):
@@ -118,15 +152,17 @@ def combine_tickets(
                         f"{source}: its trained values of {name} are not those of {sources[0]}; only masks "
                         "can be combined"
                     )
-    if not any(mask.any() for mask in masks.values()):
+    if zero == 0 and not any(mask.any() for mask in masks.values()):
         raise TicketError(f"the {how} of these masks keeps no weight at all")
     digests = ", ".join(f"`{ticket.header.mask_digest[:8]}`" for ticket in tickets)
-    with staged(target, stale="|".join([WEIGHT_FILES, *map(re.escape, FIGURES)])) as stage:
+    with staged(target) as stage:
         header = rewrite_ticket(sources[0], stage, encoding=encoding, masks=masks)
         for name in (CARD_FILE, *FIGURES):
             (stage / name).unlink(missing_ok=True)
         origin = f"{how} of the masks {digests}"
         write_card(stage, name=Path(target).resolve().name, origin=origin, header=header)
+    for name in FIGURES:  # of a ticket that was there before
+        (Path(target) / name).unlink(missing_ok=True)
     return header
 
 
@@ -138,6 +174,23 @@ def _read_alike(sources: Sequence[str | os.PathLike]) -> list[Ticket]:
             differ = "; ".join(differences[:3])
             raise TicketError(f"{sources[0]} and {source} are of different backbones: {differ}")
     return tickets
+
+
+def code_array(tensor: TensorSpec, packed: np.ndarray) -> np.ndarray:
+    """The codes of a tensor in its shape, or in a row where a share is searched; booleans for (0, 1)."""
+    codes = unpack_codes(packed, tensor.searched, len(tensor.factors))
+    codes = codes.view(bool) if tensor.factors == (0.0, 1.0) else codes
+    return codes.reshape(tensor.shape) if tensor.search == 1 else codes
+
+
+def mask_arrays(model: Any) -> dict[str, np.ndarray]:
+    """Every mask of a model by tensor name: codes, or booleans where the factors are 0 and 1."""
+    return {
+        tensor.name: code_array(tensor, packed)
+        for _, layer in model.supermask_layers()
+        if layer.kind == "masked"
+        for tensor, packed in zip(layer.tensors, layer.data(), strict=True)
+    }
 
 
 def ticket_of_masks(model_class: Any, config: SupermaskGPT2Config, masks: Masks) -> Any:
@@ -152,8 +205,9 @@ def ticket_of_masks(model_class: Any, config: SupermaskGPT2Config, masks: Masks)
         raise ValueError(f"no mask for {missing}" if missing else f"the configuration has no {unknown}")
     for layer in layers:
         for tensor, stored in zip(layer.tensors, layer.stored(), strict=True):
-            if (shape := masks[tensor.name].shape) != tensor.shape:
-                raise ValueError(f"the mask of {tensor.name} has shape {shape}, not {tensor.shape}")
-            stored.copy_(torch.from_numpy(pack_mask(masks[tensor.name])))
+            wanted = tensor.shape if tensor.search == 1 else (tensor.searched,)
+            if (shape := masks[tensor.name].shape) != wanted:
+                raise ValueError(f"the mask of {tensor.name} has shape {shape}, not {wanted}")
+            stored.copy_(torch.from_numpy(pack_codes(masks[tensor.name], len(tensor.factors))))
         layer.materialise()
     return model

@@ -116,11 +116,15 @@ def plot_masks(masks: Mapping[str, np.ndarray], path: str | os.PathLike, title: 
     """A picture of masks: where weights are kept, and how evenly rows and columns share them.
 
     One tensor of each kind is drawn, that of a middle block. Above, the share kept in each cell of the
-    tensor; below, the share kept of each row and column. Dotted: a random mask of the same density.
+    tensor; below, the share kept of each row and column. Dotted: a random mask of the same density. Of masks
+    that keep every weight, with factors of both signs, the positive ones are shown instead.
     """
     names = choose_tensors(list(masks), MOST_TENSORS)
     if not names:
         raise ValueError("no mask is given; nothing to plot")
+    signs = all(one.all() and (one < 0).any() for one in masks.values())
+    share = "share positive" if signs else "share kept"
+    masks = {name: masks[name] > 0 if signs else masks[name] != 0 for name in names}
     maps = {name: density_map(np.atleast_2d(masks[name])) for name in names}
     # One scale for all, without the few extreme cells that would flatten the rest.
     lowest, highest = np.percentile(np.concatenate([cells.ravel() for cells in maps.values()]), (1, 99))
@@ -143,18 +147,18 @@ def plot_masks(masks: Mapping[str, np.ndarray], path: str | os.PathLike, title: 
             interpolation="nearest",
             extent=(0, width, height, 0),
         )
-        upper.set_title(f"{name}\n{height} x {width}, {mask.mean():.1%} kept", fontsize=9)
-        _draw_shares(lower, mask)
+        upper.set_title(f"{name}\n{height} x {width}, {mask.mean():.1%} {share.split()[1]}", fontsize=9)
+        _draw_shares(lower, mask, share)
         if lower is not shared:
             lower.sharex(shared)
         if column == 0:
             upper.set_ylabel("row")
             lower.set_ylabel("frequency")
         upper.set_xlabel("column")
-        lower.set_xlabel("share kept")
+        lower.set_xlabel(share)
     for axes in grid.reshape(down, 2, across).swapaxes(1, 2).reshape(-1, 2)[len(names) :].ravel():
         axes.remove()
-    bar = figure.colorbar(picture, ax=figure.axes, label="share kept in a cell", aspect=40)
+    bar = figure.colorbar(picture, ax=figure.axes, label=f"{share} in a cell", aspect=40)
     bar.outline.set_visible(False)
     figure.legend(*shared.get_legend_handles_labels(), loc="outside lower left", ncols=across, frameon=False)
     if title:
@@ -162,7 +166,7 @@ def plot_masks(masks: Mapping[str, np.ndarray], path: str | os.PathLike, title: 
     return _save(figure, path)
 
 
-def _draw_shares(axes: "Axes", mask: np.ndarray) -> None:
+def _draw_shares(axes: "Axes", mask: np.ndarray, share: str) -> None:
     """Histograms of the share kept of every row and column; dotted, the binomial law of a random mask."""
     _style(axes)
     density = mask.mean()
@@ -177,7 +181,7 @@ def _draw_shares(axes: "Axes", mask: np.ndarray) -> None:
             histtype="stepfilled",
             facecolor=f"{colour}40",
             edgecolor=colour,
-            label=f"share kept of {label}",
+            label=f"{share} of {label}",
         )
         deviation = (density * (1 - density) / size) ** 0.5
         if deviation > 0:

@@ -17,12 +17,15 @@ from safetensors.numpy import save
 from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
+from ..model.codes import count_codes, planes
+from ..model.layers import TicketLayer
 from ..model.quantisation import BITS, dequantise, largest_code
 from ..model.random_weights import digest
 from ..model.ticket import (
     CODED_KEY,
     CONFIG_FILE,
     DIGEST_KEY,
+    DIGITS,
     ENCODINGS,
     INDEX_FILE,
     MASK_FILE,
@@ -31,14 +34,14 @@ from ..model.ticket import (
     SCALES,
     Entry,
     Header,
+    SLTError,
     Ticket,
-    count_bits,
     mask_digest,
     read_header,
     read_json,
     sha256,
 )
-from .entropy import encode_masks
+from .entropy import encode_codes
 from .files import copy_own_file, staged
 from .verify import verified_ticket
 
@@ -55,31 +58,51 @@ _DROPPED = np.int32((1 << 13) - 1)  # bits of a float32 significand that float16
 
 def describe(model: Any, encoding: str = "packed") -> tuple[Header, dict[str, np.ndarray]]:
     """The header of a ticket of this model, and the arrays to store by tensor name."""
-    entries, arrays = {}, {}
+    entries, arrays, digests = {}, {}, {}
     for path, layer in model.supermask_layers():
         known = getattr(layer, "weight_digests", {})
+        if isinstance(layer, TicketLayer):
+            _refuse_merged(path, layer)
         for tensor, data in zip(layer.tensors, layer.data(), strict=True):
             entry = Entry(tensor.shape, None)
             if layer.kind != "trained":
                 drawn = known.get(tensor.name) or digest(tensor.draw())
-                entry = replace(entry, law=tensor.law, scale=tensor.scale, weight_sha256=drawn)
+                entry = replace(entry, law=tensor.law, scale=tensor.scale, weight_sha256=drawn[:DIGITS])
             if data is not None:
                 if layer.bits in BITS:  # as the file will give them back; new rows may not be rounded yet
                     data = dequantise(*quantise(data, layer.bits), tensor.shape, layer.bits)
-                arrays[tensor.name] = data
-                entry = replace(
-                    entry, key=f"{path}.{layer.key(tensor)}", data_sha256=digest(data), bits=layer.bits
-                )
+                elif layer.bits == 16:
+                    data = data.astype(np.float16).astype(np.float32)
+                arrays[tensor.name], digests[tensor.name] = data, digest(data)
+                short = digests[tensor.name][:DIGITS]
+                entry = replace(entry, key=f"{path}.{layer.key(tensor)}", data_sha256=short, bits=layer.bits)
             if layer.kind == "masked":
-                entry = replace(entry, kept=count_bits(data))
+                levels = len(tensor.factors)
+                entry = replace(
+                    entry, counts=tuple(count_codes(data, tensor.searched, levels)), bits=planes(levels)
+                )
             entries[tensor.name] = entry
     config = copy.deepcopy(model.config)
-    config.state, config.mask_digest = "ticket", mask_digest(entries)
+    config.state, config.mask_digest = "ticket", mask_digest(digests)
     config.auto_map, config.architectures = dict(AUTO_MAP), [type(model).__name__]
     config.dtype = str(model.dtype).removeprefix("torch.")
     facts = json.loads(config.to_json_string())
-    header = Header(config.seed, facts, entries, config.density, config.rule)
-    return replace(header, encoding=encoding, mask_digest=config.mask_digest), arrays
+    return Header(facts, entries, encoding, config.mask_digest), arrays
+
+
+@torch.no_grad()
+def _refuse_merged(path: str, layer: TicketLayer) -> None:
+    """Raise SLTError if something was added to the weights of a ticket, which its file cannot hold."""
+    if not layer.is_current:  # it will be drawn again anyway
+        return
+    before = layer.weight.clone()
+    layer.materialise()
+    if not torch.equal(layer.weight, before):
+        layer.weight.copy_(before)
+        raise SLTError(
+            f"the weights of {path} are not those of its mask, as if an adapter was merged into them; keep "
+            "the adapter beside the ticket, or merge it into what merge_and_unload() of the ticket gives"
+        )
 
 
 def to_ticket(model: Any) -> Any:
@@ -105,7 +128,11 @@ def to_ticket(model: Any) -> Any:
 
 
 def save_pretrained(
-    model: Any, save_directory: str | os.PathLike, is_main_process: bool, push_to_hub: bool, **kwargs: Any
+    model: Any,
+    save_directory: str | os.PathLike,
+    is_main_process: bool = True,
+    push_to_hub: bool = False,
+    **kwargs: Any,
 ) -> None:
     """As in transformers, but atomic: the scores to go on from, or the ticket if this is one."""
     hub = {name: kwargs.pop(name) for name in _HUB_OPTIONS if name in kwargs}
@@ -146,7 +173,7 @@ def rewrite_ticket(
     """The ticket of one folder written to another (or the same), whole or not at all.
 
     encoding: how the new file stores its masks.
-    masks: packed masks by tensor name, in place of those in `source`; the density becomes what they keep.
+    masks: packed codes by tensor name, in place of those in `source`.
     verified: the ticket in `source`, where that was read and checked before.
     """
     source, target = Path(source), Path(target)
@@ -156,15 +183,18 @@ def rewrite_ticket(
     config = read_json(source / CONFIG_FILE)
     if masks is not None:
         arrays |= masks
+        digests = {name: digest(array) for name, array in arrays.items()}
         entries = {
-            name: replace(entry, kept=count_bits(arrays[name]), data_sha256=digest(arrays[name]))
-            if entry.masked
+            name: replace(
+                entry,
+                counts=tuple(count_codes(arrays[name], sum(entry.counts), len(entry.counts))),
+                data_sha256=digests[name][:DIGITS],
+            )
+            if entry.counts is not None
             else entry
             for name, entry in header.tensors.items()
         }
-        masked = [entry for entry in entries.values() if entry.masked]
-        density = sum(entry.kept or 0 for entry in masked) / sum(entry.size for entry in masked)
-        changed: Any = {"density": density, "mask_digest": mask_digest(entries)}
+        changed: Any = {"mask_digest": mask_digest(digests)}
         config |= changed
         header = replace(header, tensors=entries, config={**header.config, **changed}, **changed)
     header = replace(header, encoding=encoding)
@@ -199,12 +229,14 @@ def write_masks(
         if entry.bits in BITS:
             stored[key], stored[key + SCALES] = quantise(array, entry.bits)
         elif not (entry.masked and header.encoding == "entropy"):
-            stored[key] = array
+            stored[key] = array.astype(np.float16) if entry.bits == 16 else array
     if header.encoding == "entropy":
-        masked = header.masked()
-        packed, shapes = {name: arrays[name] for name in masked}, {n: e.shape for n, e in masked.items()}
-        stored[CODED_KEY] = encode_masks(packed, shapes)
-    text = json.dumps(asdict(header), sort_keys=True)
+        counts: Any = {name: entry.counts for name, entry in header.masked().items()}
+        stored[CODED_KEY] = encode_codes({name: arrays[name] for name in counts}, counts)
+    facts = asdict(header)
+    for name, entry in facts["tensors"].items():  # without what does not apply: small tickets are small files
+        facts["tensors"][name] = {key: one for key, one in entry.items() if one is not None}
+    text = json.dumps(facts, sort_keys=True, separators=(",", ":"))
     metadata = {"format": "pt", METADATA_KEY: text, DIGEST_KEY: sha256(text)}
     (directory / file_name).write_bytes(_in_order(save(stored, metadata)))
     read_header(directory / file_name)  # nothing is saved that would not load

@@ -4,17 +4,20 @@ A digest proves that nothing was altered since the ticket was made, and that the
 it was trained on. It does not prove who made it; and code and tokenizer in the folder have no digest.
 """
 
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from ..model.configuration_supermask_gpt2 import SupermaskGPT2Config
 from ..model.pretrained import read_generation_config
-from ..model.random_weights import digest, draw
+from ..model.random_weights import GENERATOR, digest, draw
 from ..model.ticket import (
     CONFIG_FILE,
+    DIGITS,
     INDEX_FILE,
     MASK_FILE,
     MODEL_FILE,
@@ -102,8 +105,33 @@ def find_faults(
             yield TicketError(f"{directory / CONFIG_FILE}: {fault}")
     for name, entry in ticket.header.tensors.items() if weights else ():
         if entry.law is not None and entry.scale is not None:
-            drawn = draw(ticket.header.seed, name, entry.shape, entry.law, entry.scale)
+            drawn = draw(ticket.header.config["seed"], name, entry.shape, entry.law, entry.scale)
             try:
                 check_weights(path, name, entry, digest(drawn))
             except TicketError as fault:
                 yield fault
+
+
+def from_version_1(facts: dict[str, Any]) -> dict[str, Any]:
+    """The metadata of a file of version 1 as those of version 2.
+
+    Without what the configuration says too, and with the counts of all codes.
+    """
+    config = facts["config"]
+    same = {"seed": config["seed"], "rule": config["rule"], "density": config["density"]}
+    same |= {"rule": "edge_popup", "generator": GENERATOR, "bit_order": "little"}
+    for key, value in same.items():
+        if repr(facts[key]) != repr(value):
+            raise ValueError(f"{key} {facts[key]!r}, not {value!r}")
+    tensors = {}
+    for name, one in facts["tensors"].items():
+        kept = one["kept"]
+        counts = None if kept is None else [math.prod(one["shape"]) - kept, kept]
+        short = {key: one[key] and one[key][:DIGITS] for key in ("data_sha256", "weight_sha256")}
+        tensors[name] = (
+            {key: value for key, value in one.items() if key != "kept"} | short | {"counts": counts}
+        )
+    return {key: one for key, one in facts.items() if key not in same} | {
+        "tensors": tensors,
+        "format_version": 2,
+    }

@@ -19,11 +19,12 @@ from typing import Any, Literal
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from transformers.activations import ACT2FN
 
-from ..model.configuration_supermask_gpt2 import SupermaskGPT2Config
+from ..model.configuration_supermask_gpt2 import RULE_OPTIONS, SupermaskGPT2Config
 from ..model.ticket import SLTError
 from ..options import OptionParser, did_you_mean
 from ..text.blocks import DataArguments
 from ..text.corpus import option
+from .rules import RAMPED, RULES
 
 CONTROLS = ("dense", "random_mask", "frozen_embeddings")
 
@@ -79,8 +80,10 @@ class RunArguments:
         "Gradients with a larger norm are scaled down to it; 0 leaves them as they are.", 1.0
     )
     dropout: float = option("Dropout wherever GPT-2 has it: residual stream, embeddings, attention.", 0.0)
-    density_start: float | None = option("Start at this density, and go linearly to that of the model.")
-    density_steps: int = option("Steps that the way from density_start to the model's density takes.", 0)
+    ramp_start: float | None = option(
+        "Start with this density, or threshold, and go linearly to that of the model's rule."
+    )
+    ramp_steps: int = option("Steps that the way from ramp_start to the model's own value takes.", 0)
     bf16: bool = option("Compute in bfloat16; without this, as accelerate is configured.", False)
     gradient_checkpointing: bool = option("Save memory: compute activations again for the backward.", False)
     torch_compile: bool = option("Compile the model with torch.compile.", False)
@@ -136,10 +139,10 @@ class RunArguments:
         for name in (*(self.compare or ()), *([self.control] if self.control else ())):
             if name not in CONTROLS:
                 raise SLTError(f"control {name!r} is not one of {', '.join(CONTROLS)}")
-        if self.density_start is not None and not (0 < self.density_start <= 1 and self.density_steps > 0):
+        if self.ramp_start is not None and not (0 < self.ramp_start <= 1 and self.ramp_steps > 0):
             raise SLTError(
-                f"density_start {self.density_start} over density_steps {self.density_steps}: give a density "
-                "in (0, 1] and how many steps the way from it takes"
+                f"ramp_start {self.ramp_start} over ramp_steps {self.ramp_steps}: give a density or "
+                "threshold in (0, 1], and a positive number of steps"
             )
         if (resume := (self.resume_from_checkpoint or "false").lower()) in ("true", "false"):
             self.resume_from_checkpoint = "true" if resume == "true" else None
@@ -170,12 +173,15 @@ class Arguments:
     run: RunArguments = field(default_factory=RunArguments)
 
     def __post_init__(self) -> None:
-        if (word := self.model.activation_function) not in ACT2FN:  # now, not after the text was prepared
-            raise SLTError(f"activation_function {word!r} is unknown{did_you_mean(word, ACT2FN)}")
+        if self.run.ramp_start is not None and not {*RAMPED} & dict(self.model.rule_options).keys():
+            has = " or ".join(RAMPED)
+            raise SLTError(f"ramp_start: rule {self.model.rule!r} has no {has} to ramp; leave it out")
 
     @classmethod
     def of(cls, **options: Any) -> "Arguments":
         """Arguments from options by name, whichever group they are of."""
+        if (word := options.get("activation_function", "relu")) not in ACT2FN:
+            raise SLTError(f"activation_function {word!r} is unknown{did_you_mean(word, ACT2FN)}")
         groups: list[Any] = []
         known: list[str] = []
         for group, items in (
@@ -222,6 +228,10 @@ def parse_arguments(
         # As defaults, so that --help shows what this preset would do.
         parser.set_defaults(**vars(parser.parse_args(_preset_words(parser, Path(path)))))
     options = vars(parser.parse_args(words))
+    if (rule := options["rule"]) in RULES and rule != parser.get_default("rule"):
+        own = {one.name for one in fields(RULES[rule])}  # a preset's options of another rule do not apply
+        parser.set_defaults(**{name: None for name in RULE_OPTIONS if name not in own})
+        options = vars(parser.parse_args(words))
     del options["config"]
     try:
         return Arguments.of(**options)

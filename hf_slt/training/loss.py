@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from ..model.ticket import SLTError
 from .selection import piece_size
 
 _FEW = 16  # pieces; less memory than so many stays with the process, and is not fresh
@@ -24,6 +25,29 @@ def causal_lm_loss(logits: Tensor, labels: Tensor | None, vocab_size: int, **kwa
     if not plain or logits.numel() <= _FEW * piece_size(logits):
         return ForCausalLMLoss(logits, labels, vocab_size, **kwargs)
     return _in_pieces(logits, labels, vocab_size, **kwargs)
+
+
+def loss_of_a_ticket(logits: Tensor, labels: Tensor | None, vocab_size: int, **kwargs) -> Tensor:
+    """`ForCausalLMLoss`; who tries to learn from it, where nothing can be learned, is told so."""
+    loss = ForCausalLMLoss(logits, labels, vocab_size, **kwargs)
+    if loss.requires_grad or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return loss
+    return NothingLearns.apply(loss, torch.zeros((), requires_grad=True))
+
+
+class NothingLearns(torch.autograd.Function):
+    """A number whose derivative is an explanation."""
+
+    @staticmethod
+    def forward(ctx, loss: Tensor, _: Tensor) -> Tensor:
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, _):
+        raise SLTError(
+            "nothing in a ticket can be trained: its weights follow from a seed, and its mask is fixed; load "
+            "the scores it was made from (save_pretrained of a model that learns), or add a LoRA adapter"
+        )
 
 
 def _in_pieces(

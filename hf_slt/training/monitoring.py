@@ -5,7 +5,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from ..model.configuration_supermask_gpt2 import SupermaskGPT2Config
 from ..sharing.files import replacing
-from .selection import RULES, keep_largest, kept_count
+from .rules import Place
 
 logger = logging.get_logger(__name__)
 
@@ -26,29 +26,38 @@ PATIENCE = 10.0  # seconds in which a second signal is taken for the first
 COLLAPSED = 0.9  # share of a layer's outputs without a weight that is worth a warning
 
 
-def masks_of(config: SupermaskGPT2Config, parameters: dict[str, Tensor], density: float) -> dict[str, Tensor]:
-    """Boolean masks, by name of their scores, of whole parameters."""
-    rank = RULES[config.rule].rank
-    return {
-        name: keep_largest(scores, kept_count(density, scores.numel()), rank)
-        for name, scores in parameters.items()
-        if name.endswith("scores")
-    }
+def codes_of(config: SupermaskGPT2Config, rule: Any, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Codes, by name of their scores, of whole parameters."""
+    scores = {name: one.detach() for name, one in parameters.items() if name.endswith("scores")}
+    if rule.joint:
+        return dict(zip(scores, rule.codes_of_all(list(scores.values())), strict=True))
+    return {name: rule.codes(one, _place(config, name)) for name, one in scores.items()}
 
 
-def look_at(masks: dict[str, Tensor], before: dict[str, Tensor]) -> dict[str, Any]:
-    """What the masks are like, and which share of their bits changed since the last look."""
-    flipped = sum(int((mask != before[name]).sum()) for name, mask in masks.items()) if before else 0
-    empty = {}
-    for name, mask in masks.items():
+def _place(config: SupermaskGPT2Config, name: str) -> Place:
+    """The tensor that scores belong to: "transformer.h.0.attn.c_attn.query_scores" or "lm_head.scores"."""
+    path = name.removeprefix("transformer.").removesuffix(".scores").removesuffix("_scores")
+    tensor = config.tensor(path)
+    return Place(tensor, 0 if path.startswith("h.") else 1)
+
+
+def look_at(codes: dict[str, Tensor], before: dict[str, Tensor], factors: Sequence[float]) -> dict[str, Any]:
+    """What the masks are like, and which share of their codes changed since the last look."""
+    flipped = sum(int((one != before[name]).sum()) for name, one in codes.items()) if before else 0
+    empty, density = {}, {}
+    for name, one in codes.items():
+        kept = one != factors.index(0.0) if 0.0 in factors else torch.ones_like(one, dtype=torch.bool)
+        density[name] = float(kept.float().mean())
+        if kept.dim() == 1:
+            continue  # only a share of the tensor is searched: a row of scores has no outputs
         # Tables are stored (outputs, inputs), all else as Conv1D (inputs, outputs).
         inputs = 1 if name.split(".")[-2] in ("wte", "wpe", "lm_head", "score") else 0
-        empty[name] = share = float((~mask.any(inputs)).float().mean())
+        empty[name] = share = float((~kept.any(inputs)).float().mean())
         if share > COLLAPSED:
             logger.warning(f"{name}: {share:.0%} of its outputs have no weight left; the layer collapses")
     return {
-        "flipped": flipped / max(1, sum(mask.numel() for mask in masks.values())),
-        "density": {name: float(mask.float().mean()) for name, mask in masks.items()},
+        "flipped": flipped / max(1, sum(one.numel() for one in codes.values())),
+        "density": density,
         "empty_columns": empty,
     }
 

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ..model.ticket import MASK_FILE, read_ticket
 from ..sharing.card import LABELS, describe_environment, gap_closed, write_card
 from ..sharing.files import replacing
+from ..sharing.mask_algebra import ticket_factors
 from ..sharing.plots import plot_comparison, plot_masks, plot_run
 from .arguments import Arguments
 from .monitoring import read_log
@@ -103,7 +104,7 @@ def sample(folder: str, prompt: str, tokens: int = 60) -> str:
 def _dress(folder: Path, template: Path, name: str, reports: Mapping[str, Any], records: list[dict]) -> None:
     """Put figures and card beside the masks: the folder is then ready to share."""
     ticket = folder / "ticket"
-    plot_masks(read_ticket(ticket / MASK_FILE).masks(), ticket / "masks.png")
+    plot_masks(ticket_factors(read_ticket(ticket / MASK_FILE)), ticket / "masks.png")
     for figure in ("curves.png", "comparison.png"):
         if (folder / figure).exists():
             (ticket / figure).write_bytes((folder / figure).read_bytes())

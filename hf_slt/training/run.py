@@ -1,6 +1,6 @@
 """A run, set up and in pieces: what the loop in recipes/train_gpt2_slt.py is made of.
 
-    rate, density, dropout, blocks = functions of (arguments, step)
+    rate, rule, dropout, blocks = functions of (arguments, step)
 
 so that scores and optimizer moments are all there is to save: a run that was killed goes on to the same
 bits, and two processes see the batches that one would have seen.
@@ -9,6 +9,7 @@ bits, and two processes see the batches that one would have seen.
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ from ..text.evaluation import evaluate_blocks
 from .arguments import FREE_TO_CHANGE, Arguments, RunArguments, steps_of
 from .batches import Batches, validation_batches
 from .checkpoints import WHOLE, Checkpoints, Snapshot, lock
-from .monitoring import Log, attention_moments, look_at, masks_of
+from .monitoring import Log, attention_moments, codes_of, look_at
+from .rules import RAMPED, RULES
 from .scores import ScoresLayer
 
 # -- functions of the step --------------------------------------------------------------------------
@@ -49,15 +51,15 @@ def rate_at(step: int, steps: int, warmup: int, floor: float) -> float:
     return floor + (1 - floor) * (1 + math.cos(math.pi * progress)) / 2
 
 
-def density_at(step: int, density: float, start: float | None, over: int) -> float:
-    """Density at a step: linear from `start`, constant after `over` steps.
+def ramp_at(step: int, end: float, start: float | None, over: int) -> float:
+    """A rule's density or threshold at a step: linear from `start`, constant after `over` steps.
 
-    >>> [density_at(step, 0.25, 0.75, 4) for step in (0, 2, 4, 9)]
+    >>> [ramp_at(step, 0.25, 0.75, 4) for step in (0, 2, 4, 9)]
     [0.75, 0.5, 0.25, 0.25]
     """
     if start is None or step >= over:
-        return density
-    return start + (density - start) * step / over
+        return end
+    return start + (end - start) * step / over
 
 
 # -- model and optimizer ----------------------------------------------------------------------------
@@ -143,7 +145,8 @@ class Run:
         self.steps = self._length()
         self.warmup = steps_of(self.options.warmup_steps, self.steps)
         model = build_model(arguments, self.corpus)
-        self.config = model.config
+        self.config: Any = model.config
+        self.learns_masks = isinstance(self.config, SupermaskGPT2Config)
         if self.options.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         if self.options.torch_compile:
@@ -153,7 +156,7 @@ class Run:
             group["initial_lr"] = group["lr"]
         self.done = 0  # optimizer steps
         self.best: tuple[int, float] | None = None  # step and validation loss
-        self.masks: dict[str, Tensor] = {}  # at the last look
+        self.masks: dict[str, Tensor] = {}  # codes, at the last look
         level = self.options.min_lr_rate == 1  # the rates so far are then those of a longer run too
         limit = self.options.save_total_limit
         self.checkpoints = Checkpoints(self.folder, self._identity(), limit, extendable=level)
@@ -207,22 +210,34 @@ class Run:
     # -- pieces of a step
 
     def begin_step(self) -> None:
-        """Set what follows from the step alone: learning rates, density, and the random state of dropout."""
+        """Set what follows from the step alone: learning rates, the rule, and the random state of dropout."""
         share = rate_at(self.done, self.steps, self.warmup, self.options.min_lr_rate)
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * share
-        self._set_density()
+        if self.learns_masks:
+            self._set_rule()
         place = self.done * self.accelerator.num_processes + self.accelerator.process_index
         torch.manual_seed((self.seed * 1_000_003 + place) % 2**63)
 
-    def _set_density(self) -> float:
-        options, density = self.options, self.arguments.model.density
+    def _set_rule(self) -> Any:
+        """Give all layers the rule as it is at this step, and return it."""
+        rule: Any = RULES[self.config.rule](**dict(self.config.rule_options))
         if self.done < self.steps:  # what is saved at the end is always of the density asked for
-            density = density_at(self.done, density, options.density_start, options.density_steps)
-        for module in self.accelerator.unwrap_model(self.model).modules():
-            if isinstance(module, ScoresLayer):
-                module.density = density
-        return density
+            options = {
+                name: ramp_at(
+                    self.done, getattr(rule, name), self.options.ramp_start, self.options.ramp_steps
+                )
+                for name in RAMPED
+                if hasattr(rule, name)
+            }
+            rule = replace(rule, **options)
+        for layer in self._layers():
+            layer.rule = rule
+        return rule
+
+    def _layers(self) -> list[ScoresLayer]:
+        modules = self.accelerator.unwrap_model(self.model).modules()
+        return [module for module in modules if isinstance(module, ScoresLayer)]
 
     def clip_gradient(self) -> float:
         """Scale the gradient down where it is too long; its norm before that."""
@@ -263,7 +278,7 @@ class Run:
 
     def look(self) -> bool:
         """Evaluate and look at the masks; True if this is the best so far."""
-        density = self._set_density()
+        rule = self._set_rule() if self.learns_masks else None
         measures = evaluate_blocks(
             self.model,
             validation_batches(self.corpus.validation, self.batches.batch_size, self.accelerator),
@@ -271,12 +286,12 @@ class Run:
             reduce=self.accelerator.reduce,
         )
         self.log.write("evaluation", self.done, **measures)
-        if isinstance(self.config, SupermaskGPT2Config):
+        if rule is not None:
             parameters: Any = get_model_state_dict(self.model, options=WHOLE)
-            masks = masks_of(self.config, parameters, density)
+            codes = codes_of(self.config, rule, parameters)
             if self.accelerator.is_main_process:
-                self.log.write("masks", self.done, **look_at(masks, self.masks))
-            self.masks = masks
+                self.log.write("masks", self.done, **look_at(codes, self.masks, rule.factors))
+            self.masks = codes
         if self.options.moments:
             # The same blocks in every process: sharded weights are gathered by all or by none.
             blocks = self.corpus.validation

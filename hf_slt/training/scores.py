@@ -1,19 +1,20 @@
 """Layers that learn: a frozen random weight and a score for each of its entries.
 
-    drawn  = draw(seed, name)                         buffer, never saved
-    scores                                            parameter, float32
-    weight = drawn * mask,  mask = largest(scores)    made in every forward
-    dL/dscore := dL/dmask * slope(score) = dL/dweight * drawn * slope(score)
+    drawn  = draw(seed, name)                           buffer, never saved
+    scores                                              parameter, float32
+    weight = drawn * factors[rule.codes(scores)] * scale                       made in every forward
+    dL/dscore := dL/dfactor * slope(score) = dL/dweight * drawn * scale * slope(score)
 
-The step function has no gradient, so its derivative is taken as 1 (straight through); the rank of a score
-keeps its own slope: for edge-popup, which ranks by magnitude, the sign. Whoever asks such a layer for its
-`weight` gets the masked one, with that gradient.
+A step function has no gradient, so that of a soft function of the score is taken (straight through): for
+edge-popup, which ranks by magnitude, its sign; see `rules.py`. Whoever asks such a layer for its `weight`
+gets the masked one, with that gradient. Scales of the outputs are optional, and trained as usual.
+
+Where only a share of a tensor is searched, there are scores for that share alone, in one row.
 
 Importing this module teaches `hf_slt.model` to build models with scores.
 """
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
@@ -23,34 +24,58 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..model.layers import LAYERS, LOSSES, DrawnLayer, Embedding, Head, Linear, SupermaskLayer
+from ..model.codes import pack_codes, search_pattern
+from ..model.layers import (
+    FORWARDS,
+    LAYERS,
+    LOSSES,
+    DrawnLayer,
+    Embedding,
+    Head,
+    Linear,
+    SupermaskLayer,
+    Vector,
+)
 from ..model.quantisation import largest_code
-from ..model.random_weights import TensorSpec, draw
-from ..model.ticket import pack_mask
-from .loss import causal_lm_loss
-from .selection import RULES, keep_largest, kept_count, piece_size, traced_mask
+from ..model.random_weights import TensorSpec
+from .loss import causal_lm_loss, loss_of_a_ticket
+from .rules import RULES, Place
+from .selection import piece_size
 
-# The masked tables of the forward that this thread is in, if it shares them.
-_tables: ContextVar[dict[nn.Module, Tensor] | None] = ContextVar("tables", default=None)
+# What the forward that this thread is in has made so far, to be used again in it.
+_made: ContextVar[dict[Any, Any] | None] = ContextVar("made", default=None)
+
+
+def made_so_far() -> dict[Any, Any] | None:
+    return None if torch.compiler.is_compiling() else _made.get()
 
 
 class ScoresLayer(DrawnLayer):
-    """A drawn weight under the mask of its scores; each tensor is ranked by itself."""
+    """A drawn weight under the mask of its scores."""
 
     body_name = "drawn"
     drawn: Any
+    siblings: Sequence["ScoresLayer"] = ()  # all layers that a joint rule ranks together
 
     def __init__(self, tensors: Sequence[TensorSpec]) -> None:
         super().__init__(tensors)
-        self.density = tensors[0].density  # a loop may ramp it from step to step
-        self.rule = RULES[tensors[0].rule]
+        self.rule = RULES[tensors[0].rule](**dict(tensors[0].options))  # a loop may ramp an option of it
+        self.is_searched_whole = tensors[0].search == 1
         self.in_float32 = [self.attribute(tensor, "scores") for tensor in tensors]  # 16 bits would tie them
         for tensor, name in zip(self.tensors, self.in_float32, strict=True):
-            self.register_parameter(name, nn.Parameter(torch.empty(tensor.shape, dtype=torch.float32)))
+            shape = tensor.shape if self.is_searched_whole else (tensor.searched,)
+            self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=torch.float32)))
+            if not self.is_searched_whole:  # where these are in the flattened matrix
+                places = torch.empty(tensor.searched, dtype=torch.int64)
+                self.register_buffer(self.attribute(tensor, "searched"), places, persistent=False)
         self._begin()
 
     def stored(self) -> list[Tensor]:
         return [getattr(self, name) for name in self.in_float32]
+
+    def join(self, layers: Sequence[SupermaskLayer]) -> None:
+        if self.rule.joint:
+            self.siblings = tuple(layer for layer in layers if isinstance(layer, ScoresLayer))
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -58,35 +83,55 @@ class ScoresLayer(DrawnLayer):
             return
         for tensor, scores in zip(self.tensors, self.stored(), strict=True):
             if not getattr(scores, "_is_hf_initialized", False):  # not what a checkpoint gave
-                scores.copy_(torch.from_numpy(self.first_scores(tensor)))
+                first = self.rule.first_scores(self._place(tensor), tuple(scores.shape))
+                scores.copy_(torch.from_numpy(first))
         self._make_current()
-
-    def first_scores(self, tensor: TensorSpec) -> np.ndarray:
-        """Edge-popup's first scores, kaiming_uniform(a=sqrt 5): U[-1, 1] / sqrt(fan in)."""
-        fan_in = self.shape[0 if self.inputs_first else 1]
-        return draw(tensor.seed, tensor.name + ".scores", tensor.shape, "uniform", 1 / math.sqrt(fan_in))
 
     @torch.no_grad()
     def materialise(self) -> None:
         for tensor, columns in self.places():
-            self.drawn[:, columns].copy_(torch.from_numpy(tensor.draw()))
+            drawn = tensor.draw()
+            if not self.is_searched_whole:
+                searched, factors = search_pattern(tensor)
+                factors[searched] = 1
+                drawn *= factors.reshape(tensor.shape)
+                rows, within = np.divmod(searched, tensor.shape[1])
+                places = torch.from_numpy(rows * self.shape[1] + columns.start + within)
+                getattr(self, self.attribute(tensor, "searched")).copy_(places)
+            self.drawn[:, columns].copy_(torch.from_numpy(drawn))
         self._made_from = self._sources()
 
-    def masks(self) -> list[Tensor]:
-        """The boolean mask of every tensor, as its scores stand."""
-        rank = self.rule.rank
-        return [keep_largest(one, kept_count(self.density, one.numel()), rank) for one in self.stored()]
+    def _place(self, tensor: TensorSpec, training: bool = False) -> Place:
+        return Place(tensor, 0 if self.inputs_first else 1, training)
+
+    @torch.no_grad()
+    def codes(self, training: bool = False) -> list[Tensor]:
+        """The code of every score, by tensor, as the scores stand: to keep, or those to train on."""
+        if not self.rule.joint:
+            pairs = zip(self.stored(), self.tensors, strict=True)
+            return [
+                self.rule.codes(scores.detach(), self._place(tensor, training)) for scores, tensor in pairs
+            ]
+        siblings = self.siblings or (self,)
+        made = made_so_far()
+        found = made.get(siblings) if made is not None else None
+        if found is None:
+            every = [scores.detach() for layer in siblings for scores in layer.stored()]
+            found = iter(self.rule.codes_of_all(every))
+            found = {layer: [next(found) for _ in layer.stored()] for layer in siblings}
+            if made is not None:
+                made[siblings] = found
+        return found[self]
 
     def masked_weight(self) -> Tensor:
-        """The weight that this layer computes with, differentiable in its scores."""
+        """The weight that this layer computes with, differentiable in its scores and scales."""
         self._make_current()
-        scores = self.stored()
-        if not self._is_traced():
-            with torch.no_grad():
-                masked = apply_mask(self.drawn, self.masks())
-            return MaskedWeight.apply(masked, self.drawn, self.rule.slope, *scores)
-        factors = torch.cat([self._traced_factor(one) for one in scores], -1)
-        return self.drawn * factors.to(self.drawn.dtype)
+        codes, scores, scale = self.codes(self.training), self.stored(), self.output_scale()
+        if self._is_traced():
+            factors = [self._traced_factor(*pair) for pair in zip(scores, codes, strict=True)]
+            weight = self.spread(self.drawn, factors)
+            return weight if scale is None else weight * scale.to(weight.dtype)
+        return MaskedWeight.apply(self, codes, self.drawn, scale, *scores)
 
     def _is_traced(self) -> bool:
         """Whether torch.compile or torch.func is at work, which want operators they know.
@@ -96,18 +141,33 @@ class ScoresLayer(DrawnLayer):
         plain = not all(isinstance(scores, nn.Parameter) for scores in self.stored())
         return plain or torch.compiler.is_compiling()
 
-    def _traced_factor(self, scores: Tensor) -> Tensor:
-        """The mask as a number whose derivative is that of the rank: x - x is 0, but has a gradient."""
-        ranked = self.rule.rank(scores)
-        mask = traced_mask(ranked, kept_count(self.density, scores.numel()))
-        return mask + (ranked - ranked.detach())
+    def _traced_factor(self, scores: Tensor, codes: Tensor) -> Tensor:
+        """The factor as a number with the derivative of the soft score: x - x is 0, but has a gradient."""
+        soft = self.rule.soft(scores)
+        return factors_of(codes, self.rule.factors, scores.dtype) + (soft - soft.detach())
+
+    def part(self, matrix: Tensor, tensor: TensorSpec) -> Tensor:
+        """A tensor's part of the matrix, as its scores lie: all of it, or a row of what is searched."""
+        if not self.is_searched_whole:
+            return matrix.reshape(-1)[getattr(self, self.attribute(tensor, "searched"))]
+        return matrix[:, next(columns for one, columns in self.places() if one is tensor)]
+
+    def spread(self, drawn: Tensor, factors: Sequence[Tensor]) -> Tensor:
+        """drawn times the factors of what is searched."""
+        if self.is_searched_whole:
+            return drawn * torch.cat(list(factors), -1).to(drawn.dtype)
+        flat = drawn.reshape(-1)
+        for tensor, some in zip(self.tensors, factors, strict=True):
+            places = getattr(self, self.attribute(tensor, "searched"))
+            flat = flat.index_copy(0, places, flat[places] * some.to(drawn.dtype))
+        return flat.view(drawn.shape)
 
     @property
     def weight(self) -> Tensor:
         return self.masked_weight()
 
     def data(self) -> list[np.ndarray | None]:
-        return [pack_mask(mask.cpu().numpy()) for mask in self.masks()]
+        return [pack_codes(codes.cpu().numpy(), len(self.rule.factors)) for codes in self.codes()]
 
     def _apply(self, fn, recurse=True):
         """Move with the model, but keep the scores in float32."""
@@ -121,58 +181,107 @@ class ScoresLayer(DrawnLayer):
         return self
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, density={self.density}"
+        return f"{super().extra_repr()}, {self.rule}"
 
 
 class MaskedWeight(torch.autograd.Function):
-    """Passes the masked weight through, and its gradient to the scores of each tensor, side by side."""
+    """The weight of a layer, from the codes of its scores; its gradient goes to scores and scales."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(masked: Tensor, drawn: Tensor, slope: Callable[[Tensor], Tensor], *scores: Tensor) -> Tensor:
-        return masked.view_as(masked)
+    def forward(
+        layer: ScoresLayer, codes: list[Tensor], drawn: Tensor, scale: Any, *scores: Tensor
+    ) -> Tensor:
+        return masked_product(layer, codes, drawn, scale)
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
-        _, drawn, ctx.slope, *scores = inputs
-        ctx.save_for_backward(drawn, *scores)
+        ctx.layer, ctx.codes, drawn, scale, *scores = inputs
+        ctx.save_for_backward(drawn, scale, *scores)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        drawn, *scores = ctx.saved_tensors
+        drawn, scale, *scores = ctx.saved_tensors
         grad = grad.to_dense() if grad.is_sparse else grad  # of a table that was only looked up
-        widths = [one.shape[-1] for one in scores]
-        parts = zip(grad.split(widths, -1), drawn.split(widths, -1), scores, strict=True)
-        multiply = _times if torch.is_grad_enabled() else _times_in_pieces  # it may be differentiated again
-        return None, None, None, *(multiply(g, w, s, ctx.slope) for g, w, s in parts)
+        # It may be differentiated again; and where few are searched there is little to save.
+        simple = torch.is_grad_enabled() or not ctx.layer.is_searched_whole
+        slopes = _slopes if simple else _slopes_in_pieces
+        of_scale, *of_scores = slopes(ctx.layer, ctx.codes, grad, drawn, scale, scores)
+        return None, None, None, of_scale, *of_scores
 
 
-def _times(gradient: Tensor, drawn: Tensor, scores: Tensor, slope: Callable) -> Tensor:
-    return (gradient * drawn).to(scores.dtype) * slope(scores)
-
-
-def _times_in_pieces(gradient: Tensor, drawn: Tensor, scores: Tensor, slope: Callable) -> Tensor:
-    """The same without temporaries of full size, which cost 4 % of a step and 5 % of its memory."""
-    result = torch.empty_like(scores)
-    rows = max(1, piece_size(scores) // scores.shape[-1])
-    for out, g, w, s in zip(*(one.split(rows) for one in (result, gradient, drawn, scores)), strict=True):
-        torch.mul(g, w, out=out).mul_(slope(s))
+def masked_product(
+    layer: ScoresLayer, codes: Sequence[Tensor], drawn: Tensor, scale: Tensor | None
+) -> Tensor:
+    """drawn * factors * scale."""
+    factors = layer.rule.factors
+    if not layer.is_searched_whole:
+        weight = layer.spread(drawn, [factors_of(some, factors, drawn.dtype) for some in codes])
+        return weight if scale is None else weight * scale.to(weight.dtype)
+    result = torch.empty_like(drawn)
+    for some, block in _blocks(layer, codes):
+        out = torch.mul(drawn[block], factors_of(some[block[0]], factors, drawn.dtype), out=result[block])
+        if scale is not None:
+            out.mul_(_within(scale, block))
     return result
 
 
-def apply_mask(weight: Tensor, masks: Sequence[Tensor]) -> Tensor:
-    """weight * mask; the masks lie side by side in its columns."""
-    masked = torch.empty_like(weight)
-    widths, rows = [mask.shape[-1] for mask in masks], max(1, piece_size(weight) // weight.shape[-1])
-    for whole, factor, mask in zip(masked.split(widths, -1), weight.split(widths, -1), masks, strict=True):
-        for some, those, kept in zip(whole.split(rows), factor.split(rows), mask.split(rows), strict=True):
-            torch.mul(those, kept.view(torch.int8).to(those.dtype), out=some)
-    return masked
+def factors_of(codes: Tensor, factors: Sequence[float], dtype: torch.dtype) -> Tensor:
+    """The factor of every code; evenly spaced ones are computed, which is quicker than a table."""
+    first, step = factors[0], factors[1] - factors[0]
+    if any(first + step * code != factor for code, factor in enumerate(factors)):
+        return torch.tensor(factors, dtype=dtype, device=codes.device)[codes.int()]
+    values = codes.view(torch.uint8).to(dtype)
+    return values if (first, step) == (0, 1) else values.mul_(step).add_(first)
+
+
+def _slopes(layer: ScoresLayer, codes, grad: Tensor, drawn: Tensor, scale: Tensor | None, scores) -> tuple:
+    """The gradients of the scale and of every tensor's scores, by formulas that can be differentiated."""
+    of_scale, product = None, grad * drawn
+    if scale is not None:
+        of_scale = (grad * masked_product(layer, codes, drawn, None)).sum_to_size(scale.shape)
+        product = product * scale
+    found = []
+    for tensor, one in zip(layer.tensors, scores, strict=True):
+        part, slope = layer.part(product, tensor).to(one.dtype), layer.rule.slope(one)
+        found.append(part if slope is None else part * slope)
+    return of_scale, *found
+
+
+def _slopes_in_pieces(layer: ScoresLayer, codes, grad: Tensor, drawn: Tensor, scale: Any, scores) -> tuple:
+    """The same without temporaries of full size."""
+    of_scale = None if scale is None else torch.zeros_like(scale)
+    of_scores = [torch.empty_like(one) for one in scores]
+    pieces = zip(_blocks(layer, codes), _blocks(layer, scores), _blocks(layer, of_scores), strict=True)
+    for (some, block), (scored, _), (result, _) in pieces:
+        out = torch.mul(grad[block], drawn[block], out=result[block[0]])
+        if of_scale is not None:
+            total = out * factors_of(some[block[0]], layer.rule.factors, out.dtype)
+            here = _within(of_scale, block)
+            here += total.sum_to_size(here.shape)
+            out.mul_(_within(scale, block))
+        if (slope := layer.rule.slope(scored[block[0]])) is not None:
+            out.mul_(slope)
+    return of_scale, *of_scores
+
+
+def _blocks(layer: ScoresLayer, parts: Sequence[Tensor]) -> Iterator[tuple[Tensor, tuple[slice, slice]]]:
+    """Rows and columns of the matrix that stay in a core's cache, each with the tensor's part they are in."""
+    rows = max(1, piece_size(parts[0]) // layer.shape[1])
+    for (_, columns), part in zip(layer.places(), parts, strict=True):
+        for start in range(0, layer.shape[0], rows):
+            yield part, (slice(start, start + rows), columns)
+
+
+def _within(scale: Tensor, block: tuple[slice, slice]) -> Tensor:
+    """The scale of a block: it has one row, or one column, or both."""
+    rows, columns = (at if extent > 1 else slice(None) for at, extent in zip(block, scale.shape, strict=True))
+    return scale[rows, columns]
 
 
 class ValuesLayer(SupermaskLayer):
-    """Values that are trained as usual; computed with as the ticket will hold them, in 32, 8 or 4 bits."""
+    """Values that are trained as usual; computed with as the ticket will hold them, in 4 to 32 bits."""
 
     kind = "trained"
     body_name = "values"
@@ -200,12 +309,14 @@ class ValuesLayer(SupermaskLayer):
 
 
 class RoundedWeight(torch.autograd.Function):
-    """Rows rounded to what 8 or 4 bits can hold, as by `quantisation.py`; the gradient passes through."""
+    """Rows rounded to what 16, 8 or 4 bits can hold, as by `quantisation.py`; the gradient passes through."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(weight: Tensor, bits: int) -> Tensor:
+        if bits == 16:
+            return weight.to(torch.float16).to(weight.dtype)
         largest = weight.abs().amax(-1, keepdim=True).float()
         steps = (largest / largest_code(bits)).view(torch.int32)
         scales = ((steps + 0x1FFF) & ~0x1FFF).view(torch.float32).clamp_min(2**-14)
@@ -228,30 +339,19 @@ class ScoresEmbedding(ScoresLayer, Embedding):
     """A table whose mask is learned."""
 
     def forward(self, input: Tensor, unembed: bool = False) -> Tensor:
-        # The logits give a shared table a gradient of full size: the few rows of a lookup are added to it,
-        # rather than spread over a table of zeros first.
-        if unembed or _tables.get() is None or self._is_traced():
+        if unembed or self._is_traced():
             return super().forward(input, unembed)
+        # The logits give a tied table a gradient of full size: the few rows of a lookup are added to it,
+        # rather than spread over a table of zeros first.
         return F.embedding(input, self.masked_weight(), sparse=True)
 
     def masked_weight(self) -> Tensor:
-        tables = None if torch.compiler.is_compiling() else _tables.get()
-        if tables is None:
+        made = made_so_far()
+        if made is None:
             return super().masked_weight()
-        if self not in tables:
-            tables[self] = super().masked_weight()
-        return tables[self]
-
-    @contextmanager
-    def _sharing(self) -> Iterator[None]:
-        before = _tables.set({})
-        try:
-            yield
-        finally:
-            _tables.reset(before)
-
-    def made_once(self) -> AbstractContextManager:
-        return nullcontext() if torch.compiler.is_compiling() else self._sharing()
+        if self not in made:
+            made[self] = super().masked_weight()
+        return made[self]
 
 
 class ScoresHead(ScoresLayer, Head):
@@ -266,6 +366,25 @@ class ValuesHead(ValuesLayer, Head):
     """A head whose values are trained."""
 
 
+class ValuesVector(ValuesLayer, Vector):
+    """A vector whose values are trained."""
+
+
+def one_forward() -> AbstractContextManager:
+    """The context in which a table is masked once, and a joint rule selects once, for all uses."""
+    inside = torch.compiler.is_compiling() or _made.get() is not None  # a model within another
+    return nullcontext() if inside else _remembering()
+
+
+@contextmanager
+def _remembering() -> Iterator[None]:
+    before = _made.set({})
+    try:
+        yield
+    finally:
+        _made.reset(before)
+
+
 LAYERS["scores"] = {
     **LAYERS["ticket"],  # frozen ones learn nothing
     ("masked", "linear"): ScoresLinear,
@@ -273,5 +392,7 @@ LAYERS["scores"] = {
     ("masked", "head"): ScoresHead,
     ("trained", "embedding"): ValuesEmbedding,
     ("trained", "head"): ValuesHead,
+    ("trained", "vector"): ValuesVector,
 }
-LOSSES["scores"] = causal_lm_loss
+FORWARDS["scores"] = one_forward
+LOSSES |= {"scores": causal_lm_loss, "ticket": loss_of_a_ticket}

@@ -1,9 +1,8 @@
-"""From scores to a mask: which weights are kept.
+"""Which scores are the largest: the selections that mask rules are made of.
 
-A rule ranks the scores of one tensor and keeps the `count` highest. Edge-popup (Ramanujan et al.,
-2020) ranks by magnitude:
-
-    mask = 1 where |score| is among the count largest, else 0      # ties: the lower index stays
+    keep_largest      the `count` largest, or largest in magnitude; ties: the lower index stays
+    keep_in_groups    the n largest in magnitude of every m
+    keep_by_chance    with probability sigmoid(score), the same for the same scores
 
 Selection is exact, and remembers nothing: it cannot be out of date, however the scores were changed.
 
@@ -12,24 +11,13 @@ and one write of the mask is nearly all the traffic to memory, where temporaries
 than the arithmetic. On other devices it is found bit by bit, and no operator waits for the device.
 """
 
+import hashlib
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
-
-
-@dataclass(frozen=True)
-class Rule:
-    """How scores become a mask: keep the largest `rank(scores)`; `slope` is rank's derivative."""
-
-    rank: Callable[[Tensor], Tensor]
-    slope: Callable[[Tensor], Tensor]
-
-
-RULES = {"edge_popup": Rule(rank=torch.abs, slope=torch.sign)}
 
 _PIECE = 1 << 19  # values at a time on a CPU: two megabytes
 _SAMPLE = 1 << 14  # below this size, choosing among all is quicker than bracketing the threshold by a sample
@@ -49,42 +37,70 @@ def piece_size(tensor: Tensor) -> int:
     return _PIECE if tensor.device.type == "cpu" else 1 << 24
 
 
-def as_they_are(values: Tensor) -> Tensor:
-    return values
-
-
-def keep_largest(values: Tensor, count: int, rank: Callable[[Tensor], Tensor] = as_they_are) -> Tensor:
-    """Boolean mask of the `count` largest values by `rank`; ties go to the lower (row-major) index.
+def keep_largest(values: Tensor, count: int, magnitude: bool = False) -> Tensor:
+    """Boolean mask of the `count` largest values; ties go to the lower (row-major) index.
 
     >>> keep_largest(torch.tensor([3., 1., 2., 2.]), 2).tolist()
     [True, False, True, False]
     """
-    if not 0 < count <= values.numel():
-        raise ValueError(f"cannot keep {count} of {values.numel()} values")
+    return keep_largest_of_all([values], count, magnitude)[0]
+
+
+def keep_largest_of_all(values: Sequence[Tensor], count: int, magnitude: bool = False) -> list[Tensor]:
+    """The same of several tensors that are ranked together, as if one followed the other."""
+    if not 0 < count <= sum(one.numel() for one in values):
+        raise ValueError(f"cannot keep {count} of {sum(one.numel() for one in values)} values")
+    mask = _keep_largest_op([one.detach() for one in values], count, magnitude)
+    parts = mask.split([one.numel() for one in values])
+    return [part.view(one.shape) for part, one in zip(parts, values, strict=True)]
+
+
+# One operator, so that torch.compile, torch.export and torch.func take it as it is.
+@torch.library.custom_op("hf_slt::keep_largest", mutates_args=())
+def _keep_largest_op(values: list[Tensor], count: int, magnitude: bool) -> Tensor:
     # Contiguous on purpose: the order of ties is row-major whatever the strides.
-    flat = values.detach().contiguous().view(-1)
-    search = keep_by_sample if flat.device.type == "cpu" else keep_by_bits
-    return search(flat, count, rank).view(values.shape)
+    flats = [one.contiguous().view(-1) for one in values]
+    return (keep_by_sample if flats[0].device.type == "cpu" else keep_by_bits)(flats, count, magnitude)
+
+
+@_keep_largest_op.register_fake
+def _(values: list[Tensor], count: int, magnitude: bool) -> Tensor:
+    return values[0].new_empty(sum(one.numel() for one in values), dtype=torch.bool)
+
+
+@torch.library.register_vmap("hf_slt::keep_largest")
+def _(info, in_dims, values: list[Tensor], count: int, magnitude: bool):
+    dims = in_dims[0]
+    masks = [
+        _keep_largest_op(
+            [one if at is None else one.select(at, place) for one, at in zip(values, dims, strict=True)],
+            count,
+            magnitude,
+        )
+        for place in range(info.batch_size)
+    ]
+    return torch.stack(masks), 0
 
 
 # -- on a CPU ------------------------------------------------------------------------------------------
 
 
-def keep_by_sample(flat: Tensor, count: int, rank: Callable[[Tensor], Tensor] = as_they_are) -> Tensor:
+def keep_by_sample(flats: Sequence[Tensor], count: int, magnitude: bool = False) -> Tensor:
     """Count what lies above a bracket of the threshold, collect what lies inside, choose among that only."""
-    for low, high in _brackets(flat, count, rank):
-        mask = _keep_between(flat, count, rank, low, high)
+    for low, high in _brackets(flats, count, magnitude):
+        mask = _keep_between(flats, count, magnitude, low, high)
         if mask is not None:
             return mask
     raise AssertionError("the last bracket holds everything")
 
 
-def _brackets(flat: Tensor, count: int, rank: Callable) -> Iterator[tuple[float, float]]:
+def _brackets(flats: Sequence[Tensor], count: int, magnitude: bool) -> Iterator[tuple[float, float]]:
     """Where a sample says the threshold is (Floyd and Rivest); then everywhere, if it was not typical."""
-    size = flat.numel()
+    size = sum(map(len, flats))
     if size > _SAMPLE:
         # One value in so many: sample and bracket then grow alike, as size ** (2/3).
-        sample = rank(flat[:: round(size ** (1 / 3))])
+        sample = torch.cat([flat[:: round(size ** (1 / 3))] for flat in flats])
+        sample = sample.abs() if magnitude else sample
         place = count * len(sample) / size
         deviation = max(1.0, (place * (1 - place / len(sample))) ** 0.5)  # if it were random
         for width in (2.5, 10):
@@ -96,13 +112,15 @@ def _brackets(flat: Tensor, count: int, rank: Callable) -> Iterator[tuple[float,
     yield -math.inf, math.inf
 
 
-def _keep_between(flat: Tensor, count: int, rank: Callable, low: float, high: float) -> Tensor | None:
+def _keep_between(
+    flats: Sequence[Tensor], count: int, magnitude: bool, low: float, high: float
+) -> Tensor | None:
     """The mask, if the threshold lies in low .. high. By NumPy, which is quicker with booleans than torch."""
-    mask, near = np.empty(len(flat), bool), np.empty(min(len(flat), _PIECE), bool)
+    mask, near = np.empty(sum(map(len, flats)), bool), np.empty(_PIECE, bool)
     start, above, total = 0, 0, 0.0
     places, inside = [], []
-    for chunk in flat.split(_PIECE):
-        ranked = rank(chunk)
+    for chunk in (chunk for flat in flats for chunk in flat.split(_PIECE)):
+        ranked = chunk.abs() if magnitude else chunk
         total += float(ranked.sum())
         values, kept, close = ranked.numpy(), mask[start : start + len(chunk)], near[: len(chunk)]
         np.greater(values, high, out=kept)
@@ -131,16 +149,15 @@ def _keep_between(flat: Tensor, count: int, rank: Callable, low: float, high: fl
 # -- on any device, without waiting for it -------------------------------------------------------------
 
 
-def keep_by_bits(flat: Tensor, count: int, rank: Callable[[Tensor], Tensor] = as_they_are) -> Tensor:
+def keep_by_bits(flats: Sequence[Tensor], count: int, magnitude: bool = False) -> Tensor:
     """The same mask of float32 values, by operators that a device can queue: the host reads nothing back.
 
     Floats are ordered as integers by their bits. The threshold, the largest integer that `count` values
     reach, is built from the highest bit down. Scores that are not finite are not noticed here: the norm of
     their gradient is not finite either.
     """
-    bits = (rank(flat).float() + 0.0).view(torch.int32)  # + 0.0: no minus zero, which is a zero
-    keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # negative numbers the other way round
-    threshold = torch.full((), -(2**31), dtype=torch.int64, device=flat.device)
+    keys = torch.cat([_ordered_bits(flat.abs() if magnitude else flat) for flat in flats])
+    threshold = torch.full((), -(2**31), dtype=torch.int64, device=keys.device)
     for bit in range(31, -1, -1):
         higher = threshold + 2**bit
         threshold = torch.where((keys >= higher).sum() >= count, higher, threshold)
@@ -148,24 +165,50 @@ def keep_by_bits(flat: Tensor, count: int, rank: Callable[[Tensor], Tensor] = as
     return above | (ties & (ties.cumsum(0) <= count - above.sum()))
 
 
-# -- as one operator, where Python is traced -----------------------------------------------------------
+def _ordered_bits(flat: Tensor) -> Tensor:
+    bits = (flat.float() + 0.0).view(torch.int32)  # + 0.0: no minus zero, which is a zero
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)  # negative numbers the other way round
 
 
-@torch.library.custom_op("hf_slt::keep_largest", mutates_args=())
-def _keep_largest_op(values: Tensor, count: int) -> Tensor:
-    return keep_largest(values, count)
+# -- other selections ----------------------------------------------------------------------------------
 
 
-@_keep_largest_op.register_fake
-def _(values: Tensor, count: int) -> Tensor:
-    return torch.empty_like(values, dtype=torch.bool, memory_format=torch.contiguous_format)
+def keep_in_groups(scores: Tensor, few: int, many: int, dim: int) -> Tensor:
+    """The `few` largest in magnitude of every `many` along a dimension; ties go to the lower index.
+
+    >>> keep_in_groups(torch.tensor([[3., -4., 1., 2.]]), 2, 4, 1).tolist()
+    [[True, True, False, False]]
+    """
+    groups = scores.detach().abs().unflatten(dim, (-1, many)).unbind(dim + 1)
+    ahead = [torch.zeros_like(groups[0], dtype=torch.uint8) for _ in groups]  # how many come before it
+    for second in range(many):
+        for first in range(second):
+            wins = groups[first] >= groups[second]
+            ahead[second] = ahead[second] + wins
+            ahead[first] = ahead[first] + ~wins
+    return torch.stack([place < few for place in ahead], dim + 1).flatten(dim, dim + 1)
 
 
-@torch.library.register_vmap("hf_slt::keep_largest")
-def _(info, in_dims, values: Tensor, count: int):
-    return torch.stack([keep_largest(one, count) for one in values.unbind(in_dims[0])]), 0
+def keep_by_chance(scores: Tensor, seed: int, name: str) -> Tensor:
+    """Each with probability sigmoid(score), by a hash of its index, the seed, the name and all the scores.
+
+    A step changes the scores, and with them every chance; to repeat it needs no state beside them.
+    """
+    name_key = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:4], "little", signed=True)
+    flat = scores.detach().reshape(-1)
+    # A sum of integers has no order: the same on all devices and with any number of threads.
+    key = (flat.view(torch.int32).sum(dtype=torch.int64) + name_key).to(torch.int32)
+    kept, start = [], 0
+    for part in flat.split(piece_size(flat)):
+        place = torch.arange(start, start + len(part), dtype=torch.int32, device=part.device)
+        chance = (_hash(_hash(place) ^ key) >> 8) & 0xFFFFFF  # 24 bits, as many as a float holds
+        kept.append(chance < part.sigmoid() * 2**24)
+        start += len(part)
+    return torch.cat(kept).view(scores.shape)
 
 
-def traced_mask(values: Tensor, count: int) -> Tensor:
-    """`keep_largest` as one opaque operator, for torch.compile, torch.export and torch.func."""
-    return _keep_largest_op(values.detach(), count)
+def _hash(words: Tensor) -> Tensor:
+    """Mix 32 bits so that neighbours have nothing in common (the finaliser of MurmurHash3)."""
+    words = (words ^ ((words >> 16) & 0xFFFF)) * -2048144789
+    words = (words ^ ((words >> 13) & 0x7FFFF)) * -1028477387
+    return words ^ ((words >> 16) & 0xFFFF)

@@ -38,8 +38,8 @@ def check_compiled_training(backend: str, **changes) -> None:
         for loss, optimizer in zip(losses, optimizers, strict=True):
             optimizer.zero_grad()
             loss.backward()
-        for name, parameter in eager.named_parameters():
-            assert_close(compiled.get_parameter(name).grad, parameter.grad, **exact)
+        for name, parameter in eager.named_parameters():  # up to the order of a tied table's two parts
+            assert_close(compiled.get_parameter(name).grad, parameter.grad, rtol=1e-4, atol=1e-6)
             compiled.get_parameter(name).grad.copy_(parameter.grad)  # a rounding must not become another mask
         for optimizer in optimizers:
             optimizer.step()

@@ -45,10 +45,18 @@ EXPECTED_FAILURES = {
         "test_training_gradient_checkpointing_use_reentrant_false": _NO_GRADIENT,
         "test_training_gradient_checkpointing_use_reentrant_true": _NO_GRADIENT,
         "test_problem_types": _NO_GRADIENT,
+        "test_enable_input_require_grads_with_gradient_checkpointing": _NO_GRADIENT,
         "test_retain_grad_hidden_states_attentions": _NO_GRADIENT,
         "test_model_weights_reload_no_missing_tied_weights": _NO_MASKS,
     },
 }
+
+_ONE_ROW = "takes the first extent of all that a head has for the number of labels; its scales are one row"
+for _name in ("ScoresTest", "TicketTest"):
+    EXPECTED_FAILURES[f"Signed{_name}"] = {
+        **EXPECTED_FAILURES[_name],
+        "test_can_load_ignoring_mismatched_shapes": _ONE_ROW,
+    }
 
 FLOORS = {"ScoresTest": 95, "TicketTest": 85}  # of tests that passed: 98 and 89 with transformers 5.22.2
 
@@ -124,6 +132,17 @@ class ScoresTest(Common, unittest.TestCase):
 
 class TicketTest(Common, unittest.TestCase):
     options = {"density": 0.5, "scale_with_width": True, "state": "ticket"}
+
+
+SIGNED = {"rule": "signed", "scales": "row", "head_bias": True, "scale_with_width": True}
+
+
+class SignedScoresTest(Common, unittest.TestCase):
+    options = SIGNED
+
+
+class SignedTicketTest(Common, unittest.TestCase):
+    options = {**SIGNED, "state": "ticket"}
 """
 
 # Outcome by test; a failed subtest fails its test, whatever the test itself reports.
@@ -210,7 +229,7 @@ def run_suite(folder: Path, classes: list[str]) -> dict[str, dict[str, set[str]]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("state", ["ScoresTest", "TicketTest"])
+@pytest.mark.parametrize("state", ["ScoresTest", "TicketTest", "SignedScoresTest", "SignedTicketTest"])
 def test_common_model_tests(tmp_path, state):
     found = run_suite(tmp_path, ["StockTest", state])
     for name in found:
@@ -218,6 +237,6 @@ def test_common_model_tests(tmp_path, state):
         assert not unexpected, f"{name}: {sorted(unexpected)}; see {tmp_path / 'log.txt'}"
     # Whatever stock GPT-2 passes, ours passes: nothing is skipped in silence.
     skipped = found["StockTest"]["passed"] & found[state]["skipped"]
-    assert skipped == set(EXPECTED_SKIPS)
+    assert skipped == set(EXPECTED_SKIPS) - set(EXPECTED_FAILURES[state])
     assert found["StockTest"]["passed"] <= found[state]["passed"] | skipped | set(EXPECTED_FAILURES[state])
-    assert len(found[state]["passed"]) >= FLOORS[state]
+    assert len(found[state]["passed"]) >= FLOORS[state.removeprefix("Signed")]

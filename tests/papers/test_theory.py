@@ -444,7 +444,7 @@ def test_pruned_transformer_is_a_ticket(tmp_path):
     model = found.model()
     model.save_ticket(tmp_path / "ticket")
     header = hf_slt.verify_ticket(tmp_path / "ticket")
-    assert header.seed == 2
+    assert header.config["seed"] == 2
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "ticket")
     assert torch.equal(again(torch.from_numpy(TOKENS)).logits, model(torch.from_numpy(TOKENS)).logits)
     np.testing.assert_allclose(logits_of(again), target(TOKENS), atol=1e-3)

@@ -36,8 +36,9 @@ def test_structure_is_found_where_it_is_and_only_there():
     masks = {"noise": noise > 0.4, "signs": noise + favour > 0.4, "rows": noise + tilt > 0.4}
     gain = {}
     for kind, mask in masks.items():
-        entry = Entry(shape, "w_mask", "normal", 1.0, int(mask.sum()))
-        bits = recipe.measure(Header(7, {"n_head": 4}, {"w": entry}, 0.3, "edge_popup"), "w", mask)
+        kept = int(mask.sum())
+        entry = Entry(shape, "w_mask", "normal", 1.0, (mask.size - kept, kept))
+        bits = recipe.measure(Header({"n_head": 4, "seed": 7}, {"w": entry}), "w", mask)
         assert bits["bound"] == pytest.approx(math.log2(math.comb(30_000, int(mask.sum()))))
         gain[kind] = {model: 1 - bits[model] / bits["bound"] for model in bits}
     assert max(gain["noise"].values()) < 0.001

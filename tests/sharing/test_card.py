@@ -170,10 +170,10 @@ def test_numbers_are_those_of_the_ticket(case, tmp_path):
     header = verify_ticket(folder)
 
     facts = {row[0]: row[1] for row in table(card, "|\n|---|---|\n| seed")}
-    assert int(facts["seed"]) == header.seed
-    assert float(facts["density asked"]) == header.density
+    assert int(facts["seed"]) == header.config["seed"]
+    assert float(facts["density asked"]) == header.config["density"]
     assert facts["mask digest"] == header.mask_digest
-    assert facts["weight generator"] == header.generator
+    assert facts["weight generator"] == header.config["weight_generator"]
     assert int(facts["width"]) == model.config.n_embd
 
     rows = {row[0]: row[1:] for row in table(card, "tensor | shape")}
@@ -189,7 +189,7 @@ def test_numbers_are_those_of_the_ticket(case, tmp_path):
         assert size == entry.size
         assert count == (masks[name].sum() if name in masks else size)
         assert float(density) == pytest.approx(count / size, rel=1e-5)
-        assert asked == (str(header.density) if name in masks else "")
+        assert asked == (str(header.config["density"]) if name in masks else "")
 
     parts = [number(row[1]) for row in table(card, "part | bytes")]
     assert parts[3] == sum(parts[:3]) == (folder / "mask.safetensors").stat().st_size

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
+from hf_slt.model.codes import pack_codes, unpack_codes
 from hf_slt.model.random_weights import digest, draw
-from hf_slt.model.ticket import pack_mask, unpack_mask
 from hf_slt.sharing import entropy
 from hf_slt.sharing.entropy import decode_masks, encode_masks
 
@@ -35,7 +35,7 @@ def check_round_trip(masks) -> np.ndarray:
     decoded = decode_masks(coded, *facts(masks))
     assert set(decoded) == set(masks)
     for name, mask in masks.items():
-        np.testing.assert_array_equal(decoded[name], pack_mask(mask), err_msg=name)
+        np.testing.assert_array_equal(decoded[name], pack_codes(mask), err_msg=name)
     return coded
 
 
@@ -95,7 +95,7 @@ def test_parts_of_a_run_do_not_change_the_stream(monkeypatch):
 def test_packed_and_boolean_masks_have_one_code_in_any_order():
     masks = {"b": make_mask("b", (3, 7), 0.4), "a": make_mask("a", (100,), 0.1).T, "c": np.ones(5, bool)}
     coded = encode_masks(masks)
-    packed = {name: pack_mask(masks[name]) for name in "cab"}
+    packed = {name: pack_codes(masks[name]) for name in "cab"}
     np.testing.assert_array_equal(encode_masks(packed, facts(masks)[0]), coded)
     turned = np.asfortranarray(make_mask("b", (3, 7), 0.4))  # row-major is of the array, not of its memory
     np.testing.assert_array_equal(encode_masks({**masks, "b": turned}), coded)
@@ -184,7 +184,7 @@ def test_flipped_bits_are_refused_or_give_other_masks(sample):
         missed += 1
         assert any((found[name] != whole[name]).any() for name in whole)
         for name, packed in found.items():
-            assert unpack_mask(packed, shapes[name]).sum() == kept[name]
+            assert unpack_codes(packed, math.prod(shapes[name])).sum() == kept[name]
     assert missed < 0.01 * coded.size * 8 / 3
 
 

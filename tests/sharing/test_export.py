@@ -98,5 +98,5 @@ def test_errors_name_the_cure(ticket):
             ternary.resize_token_embeddings(70)
     with pytest.raises(RuntimeError, match="on a CPU only"):
         ternary.to("meta")
-    with pytest.raises(ValueError, match="'normal', not 'signed_constant'"):
+    with pytest.raises(ValueError, match=r"law 'normal'.*signed_constant and factors -1, 0 and 1 are needed"):
         make().to_ternary()

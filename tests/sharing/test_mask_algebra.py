@@ -6,8 +6,8 @@ from cases import save_tickets, tiny_config
 
 from hf_slt import SupermaskGPT2LMHeadModel, TicketError, combine_tickets, compare_tickets, verify_ticket
 from hf_slt.model.ticket import read_ticket
-from hf_slt.sharing.card import write_card
-from hf_slt.sharing.mask_algebra import COMBINATIONS, compare_masks, rewrite_ticket
+from hf_slt.sharing.card import kept_of, write_card
+from hf_slt.sharing.mask_algebra import COMBINATIONS, compare_masks, rewrite_ticket, ticket_factors
 from hf_slt.sharing.verify import mask_path
 
 NAIVE = {
@@ -25,7 +25,7 @@ def shelf(tmp_path_factory):
 
 
 def masks_of(folder) -> dict[str, np.ndarray]:
-    return read_ticket(mask_path(folder)).masks()
+    return {name: factors != 0 for name, factors in ticket_factors(read_ticket(mask_path(folder))).items()}
 
 
 def test_compared_as_counted_naively(shelf):
@@ -43,8 +43,8 @@ def test_compared_as_counted_naively(shelf):
 
 def test_chance_is_the_overlap_of_random_masks():
     generator = np.random.default_rng(0)
-    one, two = (np.packbits(generator.random(400_000) < density) for density in (0.3, 0.6))
-    found = compare_masks({"w": one}, {"w": two}, {"w": 400_000})["w"]
+    one, two = (generator.random(400_000) < density for density in (0.3, 0.6))
+    found = compare_masks({"w": one}, {"w": two})["w"]
     assert found.overlap == pytest.approx(found.chance, rel=0.01)
     assert found.chance == pytest.approx(0.18 / 0.72, rel=0.01)
 
@@ -59,11 +59,12 @@ def test_combined_as_by_numpy(shelf, tmp_path, how, names, encoding):
     found, masks = masks_of(tmp_path / "new"), [masks_of(folder) for folder in folders]
     for name, mask in found.items():
         assert np.array_equal(mask, NAIVE[how](np.stack([one[name] for one in masks])))
-    kept = sum(mask.sum() for mask in found.values()) / sum(mask.size for mask in found.values())
+        assert kept_of(header, header.tensors[name]) == mask.sum()
     base = SupermaskGPT2LMHeadModel.from_pretrained(shelf / "one")
     base.load_mask(tmp_path / "new", "new")
     base.set_mask("new")
-    assert base.config.density == header.density == kept
+    assert base.config.density == header.config["density"] == 0.5  # what was asked for
+    assert all(np.array_equal(mask, found[name]) for name, mask in base.mask_arrays().items())
 
 
 @pytest.mark.parametrize("place", ["one", "two/../two", "link"])

@@ -22,9 +22,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel, T
 
 from hf_slt import SupermaskGPT2LMHeadModel, verify_ticket
 from hf_slt.model.ticket import SLTError
+from hf_slt.sharing.card import kept_of
 from hf_slt.text.blocks import TokenBlocks, load_blocks
 from hf_slt.text.evaluation import evaluate_blocks
-from hf_slt.training import checkpoints, scores
+from hf_slt.training import checkpoints, rules
 from hf_slt.training import run as training
 from hf_slt.training.arguments import (
     CONTROLS,
@@ -38,7 +39,7 @@ from hf_slt.training.batches import Batches, block_order, validation_batches
 from hf_slt.training.checkpoints import CheckpointError
 from hf_slt.training.monitoring import Interruption, attention_moments, look_at, read_log
 from hf_slt.training.report import train_and_compare
-from hf_slt.training.run import Run, build_model, build_optimizer, density_at, rate_at
+from hf_slt.training.run import Run, build_model, build_optimizer, ramp_at, rate_at
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "recipes" / "train_gpt2_slt.py"
@@ -123,10 +124,29 @@ def test_defaults_then_preset_then_command_line(tmp_path):
         assert found.run.compare == ["dense", "random_mask"]
 
 
+def test_another_rule_than_that_of_a_preset(tmp_path):
+    """What the preset says of its own rule does not apply; what the command line says does."""
+    (tmp_path / "p.yaml").write_text("density: 0.5\n")
+    preset = ["--config", str(tmp_path / "p.yaml")]
+    assert parse_arguments([*preset, "--rule", "global"]).model.density == 0.5
+    found = parse_arguments([*preset, "--rule", "multicoat", "--densities", "0.3", "0.1"]).model
+    assert (found.density, found.densities) == (None, [0.3, 0.1])
+    with pytest.raises(SystemExit):
+        parse_arguments([*preset, "--rule", "sign", "--density", "0.5"])
+    (tmp_path / "p.yaml").write_text("rule: multicoat\ndensities: [0.3, 0.1]\n")
+    assert parse_arguments(preset).model.densities == [0.3, 0.1]
+    assert parse_arguments([*preset, "--rule", "edge_popup"]).model.density == 0.3
+
+
 def test_values_and_spellings():
     found = parse_arguments("--overwrite --layer-norm false --max-steps=5 --qk_scale 2 --bf16 False".split())
     assert (found.run.overwrite, found.run.max_steps, found.run.bf16) == (True, 5, False)
     assert (found.model.layer_norm, found.model.qk_scale) == (False, 2.0)
+    for words, expected in (([], True), (["true"], True), (["trained"], "trained")):
+        assert parse_arguments(["--layer_norm", *words]).model.layer_norm == expected
+    found = parse_arguments("--rule multicoat --densities 0.3 0.125".split())
+    assert found.model.densities == [0.3, 0.125]
+    assert parse_arguments("--rule n_m --n_of_m 1 4".split()).model.n_of_m == [1, 4]
     for words, expected in (([], None), ([""], "true"), (["true"], "true"), (["false"], None), (["a"], "a")):
         words = [word for one in words for word in ("--resume_from_checkpoint", one) if word]
         assert parse_arguments(words).run.resume_from_checkpoint == expected
@@ -144,7 +164,11 @@ def test_values_and_spellings():
         ("", ["--batch_size", "3"], "did you mean --per_device_train_batch_size?"),
         ("", ["--max_step", "3"], "unknown option --max_step;"),  # no abbreviations either
         ("", ["--overwrite", "perhaps"], "'perhaps' is neither true nor false"),
-        ("", ["--density_start", "2", "--density_steps", "5"], "density_start 2.0 over density_steps 5"),
+        ("", ["--layer_norm", "perhaps"], "layer_norm 'perhaps' is not one of True, False, 'trained'"),
+        ("", ["--rule", "multicoat", "--densities", "a"], "'a'"),
+        ("", ["--rule", "sign", "--ramp_start", "1", "--ramp_steps", "5"], "rule 'sign' has no density or"),
+        ("", ["--rule", "sign", "--density", "0.3"], "density 0.3 is no option of rule 'sign'"),
+        ("", ["--ramp_start", "2", "--ramp_steps", "5"], "ramp_start 2.0 over ramp_steps 5"),
         ("", ["--control", "dens"], "control 'dens' is not one of dense, random_mask, frozen_embeddings"),
         ("", ["--max_steps", "0"], "max_steps 0 is not positive; -1 counts by num_train_epochs"),
         ("", ["--eval_steps", "2.5"], "eval_steps 2.5 is neither a number of steps nor a share"),
@@ -227,12 +251,12 @@ def test_rates():
 
 
 def test_density_ramp_reaches_the_model(arguments):
-    run = Run(arguments("--density_start", "0.9", "--density_steps", "4", "--density", "0.3"))
+    run = Run(arguments("--ramp_start", "0.9", "--ramp_steps", "4", "--density", "0.3"))
     seen = []
     for _ in range(5):
         optimizer_step(run)
-        seen.append(run.model.transformer.h[0].mlp.c_fc.density)
-    assert seen == pytest.approx([density_at(step, 0.3, 0.9, 4) for step in range(5)])
+        seen.append(run.model.transformer.h[0].mlp.c_fc.rule.density)
+    assert seen == pytest.approx([ramp_at(step, 0.3, 0.9, 4) for step in range(5)])
     assert seen[0] == 0.9
     assert seen[-1] == 0.3
 
@@ -378,11 +402,21 @@ def test_larger_first_scores_are_a_lower_rate():
     assert all(map(torch.equal, *found))
 
 
-def test_masks_are_selected_once_per_forward(arguments, monkeypatch):
-    run, calls, keep = Run(arguments("--gradient_accumulation_steps", "4")), [], scores.keep_largest
-    monkeypatch.setattr(scores, "keep_largest", lambda *args: calls.append(1) or keep(*args))
+@pytest.mark.parametrize(
+    ("rule", "selection"), [("edge_popup", "keep_largest"), ("global", "keep_largest_of_all")]
+)
+def test_masks_are_selected_once_per_forward(arguments, monkeypatch, rule, selection):
+    run = Run(arguments("--gradient_accumulation_steps", "4", "--rule", rule))
+    calls, keep = [], getattr(rules, selection)
+
+    def count(*args, **options):
+        calls.append(1)
+        return keep(*args, **options)
+
+    monkeypatch.setattr(rules, selection, count)
     optimizer_step(run)
-    assert len(calls) == 4 * len(run.config.tensor_names())  # the tied table too
+    each = 1 if rule == "global" else len(run.config.tensor_names())  # the tied table too
+    assert len(calls) == 4 * each
 
 
 @pytest.mark.parametrize("flag", ["--gradient_checkpointing", "--torch_compile"])
@@ -475,13 +509,24 @@ def test_a_look_counts_flips_and_warns_of_collapse(caplog):
     from transformers.utils import logging
 
     logging.get_logger("hf_slt.training.monitoring").addHandler(caplog.handler)
-    seen = look_at({"h.0.mlp.c_fc.scores": after}, {"h.0.mlp.c_fc.scores": before})
+    seen = look_at({"h.0.mlp.c_fc.scores": after}, {"h.0.mlp.c_fc.scores": before}, (0.0, 1.0))
     assert seen["flipped"] == 2 / 40
     assert seen["density"] == {"h.0.mlp.c_fc.scores": pytest.approx(0.05)}
     assert seen["empty_columns"] == {"h.0.mlp.c_fc.scores": pytest.approx(0.9)}
     after[:, 0] = False
-    look_at({"h.0.mlp.c_fc.scores": after}, {})
+    look_at({"h.0.mlp.c_fc.scores": after}, {}, (0.0, 1.0))
     assert "100% of its outputs have no weight left" in caplog.text
+
+
+def test_a_look_at_codes_of_more_levels():
+    before = torch.tensor([[0, 1, 2], [1, 1, 1]], dtype=torch.uint8)
+    after = torch.tensor([[0, 2, 2], [1, 1, 1]], dtype=torch.uint8)
+    seen = look_at({"wte.scores": after}, {"wte.scores": before}, (-1.0, 0.0, 1.0))
+    assert seen["flipped"] == 1 / 6
+    assert seen["density"] == {"wte.scores": 0.5}
+    assert seen["empty_columns"] == {"wte.scores": 0.5}  # of a table: rows
+    seen = look_at({"wte.scores": before > 0}, {}, (-1.0, 1.0))
+    assert (seen["density"], seen["empty_columns"]) == ({"wte.scores": 1.0}, {"wte.scores": 0.0})
 
 
 def test_controls_and_their_table(base, tmp_path, capsys):
@@ -557,7 +602,7 @@ def test_a_run_that_diverges_stops(arguments, monkeypatch):
 
 
 def test_the_ramp_ends_at_the_density_of_the_ticket(arguments):
-    report = find_ticket(arguments("--density_start", "1", "--density_steps", "12", "--density", "0.2"))
+    report = find_ticket(arguments("--ramp_start", "1", "--ramp_steps", "12", "--density", "0.2"))
     folder = Path(report["saved"]).parent
     last = [record for record in read_log(folder / "log.jsonl") if record["kind"] == "masks"][-1]
     assert all(value == pytest.approx(0.2, abs=0.01) for value in last["density"].values())
@@ -608,6 +653,50 @@ def test_resumed_to_the_same_bits(arguments, uninterrupted, monkeypatch, at):
         assert all(torch.equal(ours[key], theirs[key]) for key in ours)
     kept = sorted(path.name for path in (folder / "checkpoints").iterdir())
     assert kept == sorted(path.name for path in (uninterrupted[0] / "checkpoints").iterdir())
+
+
+BESIDE = [
+    ["--rule", "edge_popup", "--search", "0.4", "--tie_word_embeddings", "false"],
+    ["--rule", "sign", "--scales", "row", "--layer_norm", "trained", "--head_bias"],
+]
+
+
+@pytest.mark.parametrize("words", [*(["--rule", rule] for rule in rules.RULES), *BESIDE], ids=" ".join)
+def test_runs_of_every_rule_log_their_codes_and_resume(arguments, monkeypatch, tmp_path, words):
+    words = [*words, "--max_steps", "4", "--save_steps", "2", "--eval_steps", "2"]
+    report = find_ticket(arguments(*words))
+    header = verify_ticket(tmp_path / "run" / "ticket")
+    last = [record for record in read_log(tmp_path / "run" / "log.jsonl") if record["kind"] == "masks"][-1]
+    shares = {
+        str(entry.key).removesuffix("mask") + "scores": kept_of(header, entry) / sum(entry.counts)
+        for entry in header.masked().values()
+    }
+    assert last["density"] == pytest.approx(shares, abs=1e-6)  # float32 means
+    model = AutoModelForCausalLM.from_pretrained(report["saved"])
+    measured = evaluate_blocks(model, [load_blocks(arguments().data).validation[:]["input_ids"]])
+    assert measured["loss"] == pytest.approx(report["loss"], rel=1e-5)
+
+    class PowerCut(Exception):
+        pass
+
+    def fail(self, step):
+        if step == 3:
+            raise PowerCut
+        return of_step(self, step)
+
+    of_step = Batches.of_step
+    monkeypatch.setattr(Batches, "of_step", fail)
+    again = [*words, "--output_dir", str(tmp_path / "again")]
+    with pytest.raises(PowerCut):
+        find_ticket(arguments(*again))
+    monkeypatch.undo()
+    find_ticket(arguments(*again, "--resume_from_checkpoint"))
+    assert mask_bytes(tmp_path / "again") == mask_bytes(tmp_path / "run")
+    flips = [
+        [record["flipped"] for record in read_log(tmp_path / name / "log.jsonl") if record["kind"] == "masks"]
+        for name in ("run", "again")
+    ]
+    assert flips[0] == flips[1]
 
 
 def launch(words, folder, **options):
@@ -710,7 +799,7 @@ def test_the_only_checkpoint_damaged(arguments, tmp_path):
 
 
 def test_a_run_of_a_level_rate_can_be_extended(arguments, tmp_path):
-    level = ["--min_lr_rate", "1", "--warmup_steps", "2", "--density_start", "0.6", "--density_steps", "9"]
+    level = ["--min_lr_rate", "1", "--warmup_steps", "2", "--ramp_start", "0.6", "--ramp_steps", "9"]
     find_ticket(arguments(*level, "--output_dir", str(tmp_path / "whole"), "--max_steps", "18"))
     find_ticket(arguments(*level))
     report = find_ticket(arguments(*level, "--resume_from_checkpoint", "--max_steps", "18"))

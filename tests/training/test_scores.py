@@ -1,8 +1,11 @@
 """Layers that learn: the masked weight and its gradient against a hand derivation and plain autograd."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
+from cases import logits_of, make
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
@@ -12,7 +15,9 @@ from hf_slt.model.quantisation import BITS, dequantise
 from hf_slt.model.random_weights import TensorSpec
 from hf_slt.sharing.saving import quantise
 from hf_slt.training import selection
-from hf_slt.training.scores import RoundedWeight, ScoresEmbedding, ScoresHead, ScoresLinear, apply_mask
+from hf_slt.training.scores import RoundedWeight, ScoresEmbedding, ScoresHead, ScoresLinear
+
+HALF = (("density", 0.5),)
 
 
 def naive_mask(scores: torch.Tensor, share: float = 0.5) -> torch.Tensor:
@@ -27,7 +32,7 @@ def layer(request, monkeypatch):
     """Three tensors side by side; their work may be done a few rows at a time."""
     monkeypatch.setattr(selection, "_PIECE", request.param)
     widths = {"query": 4, "key": 4, "value": 2}
-    return ScoresLinear([TensorSpec(f"c_attn.{name}", (6, n), density=0.5) for name, n in widths.items()])
+    return ScoresLinear([TensorSpec(f"c_attn.{name}", (6, n), options=HALF) for name, n in widths.items()])
 
 
 def test_weight_is_the_masked_one_and_its_gradient_is_edge_popup_by_hand(layer):
@@ -57,7 +62,7 @@ def test_weight_is_the_masked_one_and_its_gradient_is_edge_popup_by_hand(layer):
 )
 def test_every_use_has_the_derivatives_of_plain_autograd(kind, x, use):
     """To the second order. The oracle is a product with a factor of value `mask` and slope sign(score)."""
-    layer = kind([TensorSpec("w", (8, 6), density=0.5)])
+    layer = kind([TensorSpec("w", (8, 6), options=HALF)])
     leaves = [x.requires_grad_(), layer.scores] if x.is_floating_point() else [layer.scores]
     magnitude = layer.scores.abs()
     factor = naive_mask(layer.scores) + magnitude - magnitude.detach()
@@ -74,18 +79,20 @@ def test_every_use_has_the_derivatives_of_plain_autograd(kind, x, use):
 
 def test_the_density_may_be_changed_between_steps(layer):
     for share in (1.0, 0.25):
-        layer.density = share
-        kept = [int(mask.sum()) for mask in layer.masks()]
+        layer.rule = replace(layer.rule, density=share)
+        kept = [int(codes.sum()) for codes in layer.codes()]
         assert kept == [round(share * tensor.size) for tensor in layer.tensors]
         assert int(layer.weight.ne(0).sum()) == sum(kept)
 
 
-def test_apply_mask_is_a_product(monkeypatch):
-    monkeypatch.setattr(selection, "_PIECE", 50)
-    weight = torch.randn(33, 10)
-    masks = [torch.rand(33, width) < 0.5 for width in (4, 4, 2)]
-    expected = weight * torch.cat(masks, -1)
-    assert apply_mask(weight, masks).numpy().tobytes() == expected.numpy().tobytes()  # minus zero too
+def test_what_is_kept_of_chance_does_not_depend_on_the_mode():
+    """A model in training mode, as a loop has it, is saved and merged as it is evaluated."""
+    model = make(rule="bernoulli", density=None)
+    expected = logits_of(model)
+    assert not torch.equal(logits_of(model.train()), expected)
+    assert torch.equal(logits_of(model.to_ticket()), expected)
+    assert_close(logits_of(model.merge_and_unload().eval()), expected, rtol=1e-5, atol=1e-5)
+    assert model.training
 
 
 # -- trained values in few bits -------------------------------------------------------------------------
@@ -95,6 +102,11 @@ tables = arrays.arrays(
     st.tuples(st.integers(1, 5), st.integers(1, 9)),
     elements=st.floats(-1000, 1000, width=32, allow_subnormal=True),
 )
+
+
+def test_torch_rounds_scales_as_the_ticket_does():
+    values = torch.randn(1, 100)
+    assert torch.equal(RoundedWeight.apply(values, 16), values.half().float())
 
 
 @pytest.mark.parametrize("bits", BITS)

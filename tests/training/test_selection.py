@@ -14,7 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_slt.model.random_weights import TensorSpec
 from hf_slt.training import selection
 from hf_slt.training.scores import ScoresEmbedding, ScoresLinear
-from hf_slt.training.selection import keep_by_bits, keep_by_sample, keep_largest, kept_count, traced_mask
+from hf_slt.training.selection import (
+    keep_by_bits,
+    keep_by_chance,
+    keep_by_sample,
+    keep_largest,
+    kept_count,
+)
 
 
 def naive_mask(values: torch.Tensor, count: int) -> torch.Tensor:
@@ -40,16 +46,18 @@ def make_values(size: int, levels: int, seed: int) -> torch.Tensor:
     share=st.floats(0, 1),
     seed=st.integers(0, 99),
     sample=st.sampled_from([16, 64, 1 << 14]),
-    rank=st.sampled_from([selection.as_they_are, torch.abs]),
+    magnitude=st.booleans(),
+    parts=st.integers(1, 4),
 )
-def test_exactly_the_largest_ties_to_the_lower_index(size, levels, share, seed, sample, rank):
+def test_exactly_the_largest_ties_to_the_lower_index(size, levels, share, seed, sample, magnitude, parts):
     values, count = make_values(size, levels, seed), max(1, round(share * size))
-    expected = naive_mask(rank(values), count)
+    expected = naive_mask(values.abs() if magnitude else values, count)
+    several = values.tensor_split(parts)  # of several tensors that are ranked together
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(selection, "_SAMPLE", sample)  # small: the sampled path at every size
         patch.setattr(selection, "_PIECE", 4 * sample)
-        assert torch.equal(keep_by_sample(values, count, rank), expected)
-    assert torch.equal(keep_by_bits(values, count, rank), expected)
+        assert torch.equal(keep_by_sample(several, count, magnitude), expected)
+    assert torch.equal(keep_by_bits(several, count, magnitude), expected)
 
 
 @settings(max_examples=300, deadline=None)
@@ -62,8 +70,8 @@ def test_by_bits_any_float_has_its_place(values, share):
     """Negative numbers, both zeros, infinities, the smallest and the largest; one kept, or all."""
     values = torch.tensor(values)
     for count in {1, max(1, round(share * len(values))), len(values)}:
-        assert torch.equal(keep_by_bits(values, count), naive_mask(values, count))
-        assert torch.equal(keep_by_bits(values, count, torch.abs), naive_mask(values.abs(), count))
+        assert torch.equal(keep_by_bits([values], count), naive_mask(values, count))
+        assert torch.equal(keep_by_bits([values], count, True), naive_mask(values.abs(), count))
 
 
 def test_adversarial_order_is_still_exact():
@@ -101,12 +109,11 @@ def test_impossible_counts(count):
         keep_largest(torch.ones(5), count)
 
 
-def test_traced_mask_is_keep_largest():
+def test_it_is_an_operator_that_torch_can_trace():
     values = make_values(1000, 3, 4).view(20, 50)
-    torch.library.opcheck(torch.ops.hf_slt.keep_largest.default, (values, 300))
-    assert torch.equal(traced_mask(values, 300), keep_largest(values, 300))
+    torch.library.opcheck(torch.ops.hf_slt.keep_largest.default, ([values, values[:3]], 300, True))
     stacked = torch.stack([values, -values, values.flip(0)])
-    many = torch.func.vmap(lambda one: traced_mask(one, 300))(stacked)
+    many = torch.func.vmap(lambda one: keep_largest(one, 300))(stacked)
     assert torch.equal(many, torch.stack([keep_largest(one, 300) for one in stacked]))
 
 
@@ -160,8 +167,8 @@ WAITING = {
     "x[mask] =": lambda x: x.index_put_((x > 0,), torch.zeros(())),
     "tolist": lambda x: x.tolist(),
     "to": lambda x: x.to("meta"),
-    "keep_by_sample": lambda x: keep_by_sample(x, 40),
-    "keep_by_sample-large": lambda x: keep_by_sample(x.repeat(300), 40),
+    "keep_by_sample": lambda x: keep_by_sample([x], 40),
+    "keep_by_sample-large": lambda x: keep_by_sample([x.repeat(300)], 40),
 }
 
 
@@ -171,18 +178,19 @@ def test_the_net_catches_what_waits(wait):
         wait(torch.randn(100))
 
 
-@pytest.mark.parametrize("rank", [selection.as_they_are, torch.abs])
-def test_by_bits_never_waits(rank):
+@pytest.mark.parametrize("magnitude", [True, False])
+def test_by_bits_never_waits(magnitude):
     values = torch.randn(1000)
     with no_waiting():
-        mask = keep_by_bits(values, 300, rank)
-    assert torch.equal(mask, naive_mask(rank(values), 300))
+        mask = keep_by_bits([values], 300, magnitude)
+        keep_by_chance(values, 0, "w")
+    assert torch.equal(mask, naive_mask(values.abs() if magnitude else values, 300))
 
 
 @pytest.fixture(params=["linear", "embedding"])
 def layer(request):
     def spec(name, width):
-        return TensorSpec(name, (24, width), seed=3, density=0.3)
+        return TensorSpec(name, (24, width), seed=3, options=(("density", 0.3),))
 
     if request.param == "linear":
         return ScoresLinear([spec("c_attn.query", 5), spec("c_attn.key", 5), spec("c_attn.value", 7)])

@@ -1,0 +1,160 @@
+"""The tools that people train and measure with: PEFT, TRL, Trainer, lm-eval. They see the masked weight."""
+
+import math
+
+import pytest
+import torch
+from cases import IDS, logits_of, make, tiny_batch, tiny_config
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.testing import assert_close
+from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
+
+from hf_slt import SLTError, SupermaskGPT2LMHeadModel
+
+peft = pytest.importorskip("peft")
+trl = pytest.importorskip("trl")
+lm_eval = pytest.importorskip("lm_eval")
+
+WORDS = [f"w{number}" for number in range(62)]
+TIED = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+
+
+@pytest.fixture
+def tokenizer():
+    words = {word: place for place, word in enumerate([*WORDS, "<end>", "<pad>"])}
+    made = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, eos_token="<end>", bos_token="<end>", pad_token="<pad>", unk_token="w0"
+    )
+
+
+def trainer_arguments(folder, **more) -> dict:
+    plain = {"report_to": "none", "save_strategy": "no", "use_cpu": True, "logging_steps": 1, "max_steps": 2}
+    return {"output_dir": str(folder), "per_device_train_batch_size": 3, **plain, **more}
+
+
+# -- adapters ----------------------------------------------------------------------------------------------
+
+
+def with_adapter(model):
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=4, target_modules=["c_attn", "c_proj", "c_fc", "wte"], task_type="CAUSAL_LM")
+    return peft.get_peft_model(model, config)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("state", ["ticket", "scores"])
+def test_lora_learns_is_saved_and_loaded(state, tmp_path):
+    base = make(state)
+    before = logits_of(base)
+    model = with_adapter(base)
+    assert torch.equal(logits_of(model), before)  # an adapter starts as nothing
+    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(15):
+        losses.append(model(input_ids=IDS, labels=IDS).loss)
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < losses[0] - 0.1
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits_of(peft.PeftModel.from_pretrained(make(state), tmp_path)), logits_of(model))
+    with model.disable_adapter():
+        assert torch.equal(logits_of(model), before)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_ticket_with_a_merged_adapter_is_not_saved_as_if_it_were_none(tmp_path):
+    model = with_adapter(make("ticket"))
+    for name, one in model.named_parameters():
+        if "lora" in name:
+            torch.nn.init.normal_(one, std=0.1)
+    merged = model.merge_and_unload()
+    with pytest.raises(SLTError, match="adapter"):
+        merged.save_ticket(tmp_path / "ticket")
+    with pytest.raises(SLTError, match="adapter"):
+        merged.save_pretrained(tmp_path / "ticket")
+    assert not (tmp_path / "ticket").exists()
+
+
+# -- trainers ----------------------------------------------------------------------------------------------
+
+
+@TIED
+def test_sft_trainer_trains_the_masked_model(tied, tokenizer, tmp_path):
+    rows = [" ".join(WORDS[place] for place in row) for row in tiny_batch(3, 12).tolist()]
+    model = SupermaskGPT2LMHeadModel(tiny_config(tie_word_embeddings=tied))
+    ids = torch.tensor([tokenizer(row).input_ids for row in rows])
+    before = {name: one.detach().clone() for name, one in model.named_parameters()}
+    trainer = trl.SFTTrainer(
+        model=model,
+        args=trl.SFTConfig(**trainer_arguments(tmp_path, max_steps=1, learning_rate=1e-2, packing=False)),
+        train_dataset=Dataset.from_dict({"input_ids": ids.tolist()}),
+        processing_class=tokenizer,
+    )
+    with torch.no_grad():
+        expected = model(ids, labels=ids).loss.item()
+    trainer.train()
+    logged = next(record["loss"] for record in trainer.state.log_history if "loss" in record)
+    assert logged == pytest.approx(expected, rel=1e-3)
+    moved = {name for name, one in model.named_parameters() if not torch.equal(one, before[name])}
+    assert moved == before.keys()
+
+
+def test_training_a_ticket_says_why_not_and_what_to_load(tmp_path):
+    ticket = make("ticket")
+    rows = Dataset.from_dict({"input_ids": IDS.tolist(), "labels": IDS.tolist()})
+    trainer = Trainer(ticket, TrainingArguments(**trainer_arguments(tmp_path)), train_dataset=rows)
+    with pytest.raises(SLTError, match="nothing in a ticket can be trained"):
+        trainer.train()
+    torch.optim.AdamW(ticket.parameters())
+    with pytest.raises(SLTError, match="load the scores"):
+        ticket(IDS, labels=IDS).loss.backward()
+
+
+@pytest.mark.parametrize("embedding", ["masked", "frozen", "trained"])
+def test_the_weights_of_a_ticket_are_counted(embedding):
+    scores = make("scores", embedding=embedding)
+    stock = scores.merge_and_unload()
+    biases = sum(one.numel() for name, one in stock.named_parameters() if "bias" in name or "ln_" in name)
+    ticket = scores.to_ticket()
+    assert ticket.num_parameters() == stock.num_parameters() - biases
+    assert sum(one.numel() for one in ticket.parameters()) == ticket.num_parameters()
+    assert ticket.num_parameters(only_trainable=True) == 0
+    tables = ticket.num_parameters() - ticket.num_parameters(exclude_embeddings=True)
+    assert tables == (ticket.config.vocab_size + ticket.config.n_positions) * ticket.config.n_embd
+
+
+@TIED
+def test_the_output_embeddings_are_the_masked_head(tied):
+    for state in ("scores", "ticket"):
+        model = make(state, tie_word_embeddings=tied, head_bias=True)
+        head = model.get_output_embeddings()
+        hidden = model.transformer(IDS).last_hidden_state
+        assert_close(head(hidden), model(IDS).logits)
+        assert isinstance(head, torch.nn.Linear)
+        assert set(dict(head.named_modules())) == {""} or not tied
+
+
+# -- measures ----------------------------------------------------------------------------------------------
+
+
+def test_lm_eval_measures_a_ticket(tokenizer, tmp_path):
+    """Log-likelihoods by the harness, of a ticket from disk, against a sum of ours."""
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    make("ticket").save_ticket(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    measured = HFLM(pretrained=str(tmp_path), device="cpu", batch_size=2, dtype="float32")
+    pairs = [("w1 w2 w3", " w4 w5"), ("w9 w8", " w7")]
+    requests = [Instance("loglikelihood", {}, pair, place) for place, pair in enumerate(pairs)]
+    found = measured.loglikelihood(requests)
+    model = make("ticket")
+    for (context, rest), (total, _) in zip(pairs, found, strict=True):
+        ids = torch.tensor([tokenizer(context + rest).input_ids])
+        logs = logits_of(model, ids).log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])
+        expected = logs[-len(rest.split()) :].sum().item()
+        assert math.isclose(total, expected, rel_tol=1e-4)

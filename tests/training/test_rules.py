@@ -1,0 +1,392 @@
+"""Every rule against a naive version of it: codes, gradients, and all that a ticket does with codes."""
+
+import copy
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from cases import gradients, logits_of, tiny_config
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM
+
+from hf_slt import SupermaskGPT2Config, SupermaskGPT2LMHeadModel
+from hf_slt.model.codes import count_codes, search_pattern
+from hf_slt.model.random_weights import TensorSpec
+from hf_slt.sharing.card import entropy_bits
+from hf_slt.sharing.entropy import decode_codes, encode_codes
+from hf_slt.sharing.mask_algebra import combine_tickets, compare_tickets
+from hf_slt.sharing.verify import verify_ticket
+from hf_slt.training import selection
+from hf_slt.training.rules import RULES, Place
+from hf_slt.training.selection import keep_by_chance
+
+# -- one table of cases ------------------------------------------------------------------------------------
+
+
+def largest(scores: torch.Tensor, density: float) -> torch.Tensor:
+    flat = scores.abs().flatten()
+    mask = torch.zeros(len(flat), dtype=torch.bool)
+    mask[flat.argsort(descending=True, stable=True)[: max(1, round(density * len(flat)))]] = True
+    return mask.view(scores.shape)
+
+
+def groups_of_four(scores: torch.Tensor, dim: int) -> torch.Tensor:
+    moved = scores.movedim(dim, -1)
+    best = moved.abs().unflatten(-1, (-1, 4)).argsort(dim=-1, descending=True, stable=True)[..., :2]
+    mask = torch.zeros(*moved.shape[:-1], moved.shape[-1] // 4, 4, dtype=torch.bool)
+    return mask.scatter(-1, best, True).flatten(-2).movedim(-1, dim)
+
+
+def levels(scores: torch.Tensor, dim: int) -> torch.Tensor:
+    edges = torch.tensor([-0.5, 0.0, 0.5]) / math.sqrt(scores.shape[dim])
+    return torch.bucketize(scores, edges, right=True)
+
+
+def one(scores: torch.Tensor) -> torch.Tensor:
+    return torch.ones_like(scores)
+
+
+def logistic(scores: torch.Tensor) -> torch.Tensor:
+    return scores.exp() / (1 + scores.exp()) ** 2
+
+
+# By rule: codes of (scores, dimension of inputs), what they stand for, the slope that a score gets.
+NAIVE = {
+    "edge_popup": (lambda s, _: largest(s, 0.3), (0, 1), torch.sign),
+    "global": (lambda s, _: largest(s, 0.3), (0, 1), torch.sign),  # of one tensor
+    "sign": (lambda s, _: s >= 0, (-1, 1), one),
+    "signed": (lambda s, _: 1 + largest(s, 0.6) * s.sign(), (-1, 0, 1), one),
+    "multicoat": (
+        lambda s, _: sum(largest(s, d).int() for d in (0.3, 0.0788, 0.0315)),
+        (0, 1, 2, 3),
+        torch.sign,
+    ),
+    "multibit": (levels, (-0.75, -0.25, 0.25, 0.75), one),
+    "threshold": (lambda s, _: s > 0.005, (0, 1), one),
+    "bernoulli": (lambda s, _: s > 0, (0, 1), logistic),  # when it does not train
+    "n_m": (groups_of_four, (0, 1), torch.sign),
+}
+RULE_NAMES = list(NAIVE)
+BESIDE = {
+    "plain": {},
+    "scales": {"scales": "row", "scale_bits": 8, "head_bias": True, "layer_norm": "trained"},
+    "search": {"search": 0.4, "scales": "tensor"},
+}
+CASES = [
+    pytest.param(rule, more, id=f"{rule}-{name}")
+    for rule in RULE_NAMES
+    for name, more in BESIDE.items()
+    if (rule, name) != ("n_m", "search")
+]
+
+
+def trained(rule: str, steps: int = 3, **more) -> SupermaskGPT2LMHeadModel:
+    """A model whose scores, and scales, have moved."""
+    torch.manual_seed(0)
+    model = SupermaskGPT2LMHeadModel(tiny_config(rule=rule, density=None, law="signed_constant", **more))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0)
+    ids = torch.randint(0, model.config.vocab_size, (2, 12))
+    for _ in range(steps):
+        model(ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval()
+
+
+def test_the_table_is_complete():
+    assert sorted(RULES, key=RULE_NAMES.index) == RULE_NAMES
+
+
+# -- codes and gradients -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inputs", [0, 1])
+@pytest.mark.parametrize("rule", RULE_NAMES)
+def test_codes_are_those_of_the_naive_version(rule, inputs):
+    codes, factors, slope = NAIVE[rule]
+    made = RULES[rule]()
+    place = Place(TensorSpec("w", (16, 8)), inputs)
+    scores = torch.randn(16, 8, generator=torch.Generator().manual_seed(1)) / 4
+    scores[3, 5] = 0.0
+    assert torch.equal(made.codes(scores, place).int(), codes(scores, inputs).int())
+    assert tuple(made.factors) == factors
+    ours = made.slope(scores)
+    assert_close(one(scores) if ours is None else ours, slope(scores))
+    leaf = scores.clone().requires_grad_()
+    (soft,) = torch.autograd.grad(made.soft(leaf).sum(), leaf)
+    assert_close(soft, slope(scores))
+
+
+@pytest.mark.parametrize("piece", [1 << 19, 50], ids=["at_once", "in_pieces"])
+@pytest.mark.parametrize(("rule", "more"), CASES)
+def test_gradients_are_those_of_plain_autograd(rule, more, piece, monkeypatch):
+    """The oracle is a product of four plain tensors, in which a factor has the slope of its score."""
+    monkeypatch.setattr(selection, "_PIECE", piece)
+    model = trained(rule, **more)
+    ids = torch.arange(24).view(2, 12)
+    ours = gradients(model, input_ids=ids, labels=ids)
+    for _, layer in model.supermask_layers():
+        if hasattr(layer, "rule"):
+            monkeypatch.setattr(layer, "_is_traced", lambda: True)
+    theirs = gradients(model, input_ids=ids, labels=ids)
+    assert ours.keys() == theirs.keys()
+    for name, slope in ours.items():
+        assert_close(slope, theirs[name], rtol=1e-3, atol=1e-7, msg=name)
+    assert all(slope.abs().max() > 0 for slope in ours.values())
+
+
+@pytest.mark.parametrize(("rule", "more"), CASES)
+def test_a_layer_is_the_product_that_its_docstring_says(rule, more):
+    model = trained(rule, **more)
+    layer = model.transformer.h[0].attn.c_attn
+    for tensor, columns in layer.places():
+        codes, factors, _ = NAIVE[rule]
+        scores = getattr(layer, f"{tensor.name.rsplit('.', 1)[-1]}_scores").detach()
+        if rule != "global":
+            factor = torch.tensor(factors)[codes(scores, 0).long()] if tensor.search == 1 else None
+        if rule == "global" or factor is None:
+            continue
+        weight = torch.from_numpy(tensor.draw()) * factor
+        if more.get("scales") == "row":
+            scale = getattr(layer, f"{tensor.name.rsplit('.', 1)[-1]}_scale").masked_weight()
+            assert scale.std() > 0
+            weight = weight * scale
+        assert torch.equal(layer.weight[:, columns], weight)
+
+
+def test_a_global_rule_has_one_threshold_for_all_tensors():
+    model = trained("global")
+    every = [layer for _, layer in model.supermask_layers()]
+    kept = torch.cat([scores[codes].abs().flatten() for one in every for scores, codes in pairs(one)])
+    dropped = torch.cat([scores[~codes].abs().flatten() for one in every for scores, codes in pairs(one)])
+    assert kept.min() >= dropped.max()
+    assert len(kept) == round(0.3 * (len(kept) + len(dropped)))
+    densities = {round(float(codes.float().mean()), 2) for one in every for _, codes in pairs(one)}
+    assert len(densities) > 3  # each has its own
+
+
+def pairs(layer):
+    return list(zip((scores.detach() for scores in layer.stored()), layer.codes(), strict=True))
+
+
+def test_what_is_outside_of_the_search_follows_from_the_seed():
+    model = trained("edge_popup", search=0.4, frozen_density=0.25)
+    tensor = model.transformer.wte.tensors[0]
+    searched, kept = search_pattern(tensor)
+    assert len(searched) == round(0.4 * tensor.size)
+    assert kept.sum() == round(0.25 * (tensor.size - len(searched)))
+    outside = np.setdiff1d(np.arange(tensor.size), searched)
+    weight = model.transformer.wte.weight.detach().numpy().ravel()
+    assert np.array_equal(weight[outside], (tensor.draw().ravel() * kept)[outside])
+    count = sum(one.numel() for one in model.parameters())
+    assert (
+        count == pytest.approx(0.4 * model.num_parameters(), rel=0.01)
+        or count < model.to_ticket().num_parameters()
+    )
+
+
+# -- chance ------------------------------------------------------------------------------------------------
+
+
+def test_chance_follows_the_scores_and_nothing_else():
+    scores = torch.tensor([-2.0, 0.0, 1.0]).repeat_interleave(100_000)
+    kept = keep_by_chance(scores, 7, "w")
+    for part, value in zip(kept.view(3, -1), (-2.0, 0.0, 1.0), strict=True):
+        assert float(part.float().mean()) == pytest.approx(1 / (1 + math.exp(-value)), abs=0.01)
+    assert torch.equal(kept, keep_by_chance(scores.clone(), 7, "w"))
+    moved = scores.clone()
+    moved[5] += 1e-3
+    half = kept[100_000:200_000]
+    for other in (
+        keep_by_chance(moved, 7, "w"),
+        keep_by_chance(scores, 8, "w"),
+        keep_by_chance(scores, 7, "v"),
+    ):
+        agree = (other[100_000:200_000] == half).float().mean()
+        assert float(agree) == pytest.approx(0.5, abs=0.01)  # as two tosses of a coin
+
+
+def test_bernoulli_trains_on_a_sample_and_evaluates_what_is_likelier():
+    model = trained("bernoulli")
+    ids = torch.arange(12)[None]
+    calm = model(ids).logits
+    assert torch.equal(calm, model(ids).logits)
+    model.train()
+    noisy = model(ids).logits
+    assert torch.equal(noisy, model(ids).logits)  # a block that is computed again finds the same weights
+    assert not torch.equal(noisy, calm)
+    with torch.no_grad():
+        for scores in model.parameters():
+            scores.add_(1e-4)
+    assert not torch.equal(noisy, model(ids).logits)
+
+
+# -- tickets -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("rule", "more"), CASES)
+def test_a_ticket_is_the_same_model_in_every_form(rule, more, tmp_path):
+    model = trained(rule, **more)
+    expected = logits_of(model)
+    ticket = model.to_ticket()
+    assert torch.equal(logits_of(ticket), expected)
+    for encoding in ("packed", "entropy"):
+        header = model.save_ticket(tmp_path / encoding, encoding=encoding)
+        verify_ticket(tmp_path / encoding)
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / encoding)
+        assert torch.equal(logits_of(loaded), expected)
+        loaded.set_mask(None)
+        loaded.set_mask("default")
+        assert torch.equal(logits_of(loaded), expected)
+        loaded.save_ticket(tmp_path / "again", encoding=encoding)
+        assert read(tmp_path / "again") == read(tmp_path / encoding)
+    assert {len(entry.counts) for entry in header.masked().values()} == {len(RULES[rule]().factors)}
+    if "head_bias" not in more:
+        assert_close(logits_of(model.merge_and_unload()), expected, rtol=1e-4, atol=1e-5)
+    else:
+        with pytest.raises(ValueError, match="head_bias"):
+            model.merge_and_unload()
+    if set(model.config.factors) <= {-1, 0, 1}:
+        assert_close(logits_of(ticket.to_ternary()), expected, rtol=1e-3, atol=1e-4)
+
+
+def read(folder):
+    return (folder / "mask.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "counts", [(900, 100), (5, 4, 3), (200, 7000, 3, 50), (1,) * 16, (0, 9, 0), (5000, 1)]
+)
+def test_any_codes_take_little_more_than_their_entropy(counts):
+    from hf_slt.model.codes import pack_codes
+    from hf_slt.model.ticket import Entry
+
+    codes = np.repeat(np.arange(len(counts), dtype=np.uint8), counts)
+    np.random.default_rng(0).shuffle(codes)
+    packed = pack_codes(codes, len(counts))
+    assert count_codes(packed, len(codes), len(counts)) == list(counts)
+    coded = encode_codes({"b": packed, "a": packed}, {"b": counts, "a": counts})
+    assert np.array_equal(decode_codes(coded, {"a": counts, "b": counts})["b"], packed)
+    least = 2 * entropy_bits(Entry((len(codes), 1), "w", "normal", 1.0, counts))
+    assert 8 * coded.nbytes <= 1.001 * least + 40 + 2 * len(counts) * 2
+
+
+def test_masks_of_other_rules_are_masks_on_one_backbone(tmp_path):
+    rules = ("edge_popup", "sign", "multicoat", "signed")
+    expected = {}
+    for rule in rules:
+        model = trained(rule)
+        model.save_ticket(tmp_path / rule)
+        expected[rule] = logits_of(model)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "edge_popup")
+    for rule in rules[1:]:
+        model.load_mask(tmp_path / rule, rule)
+    for rule in (*rules[1:], "edge_popup"):
+        name = "default" if rule == "edge_popup" else rule
+        model.set_mask(name)
+        assert torch.equal(logits_of(model), expected[rule])
+        assert model.config.rule == rule
+        model.save_ticket(tmp_path / "saved")
+        assert read(tmp_path / "saved") == read(tmp_path / rule)
+    other = AutoModelForCausalLM.from_pretrained(tmp_path / "edge_popup", mask=tmp_path / "multicoat")
+    assert torch.equal(logits_of(other), expected["multicoat"])
+    found = compare_tickets(tmp_path / "edge_popup", tmp_path / "sign")["all"]
+    assert found.kept[1] == found.size > found.kept[0] > 0
+
+
+@pytest.mark.parametrize("rule", ["sign", "signed", "multicoat"])
+def test_combinations(rule, tmp_path):
+    folders = [tmp_path / str(steps) for steps in (0, 3, 6)]
+    for steps, folder in zip((0, 3, 6), folders, strict=True):
+        trained(rule, steps).save_ticket(folder)
+    combine_tickets(folders, "majority", tmp_path / "most")
+    tables = [SupermaskGPT2LMHeadModel.from_pretrained(one).mask_arrays()["wte"] for one in folders]
+    votes = np.stack(tables)
+    most = SupermaskGPT2LMHeadModel.from_pretrained(tmp_path / "most").mask_arrays()["wte"]
+    agreed = (votes == votes[0]).all(0)
+    assert np.array_equal(most[agreed], votes[0][agreed])
+    assert all(((votes == code).sum(0)[most != code] <= 2).all() for code in range(4))
+    if rule == "sign":
+        with pytest.raises(ValueError, match="majority"):
+            combine_tickets(folders, "union", tmp_path / "any")
+        return
+    zero = SupermaskGPT2Config(rule=rule).factors.index(0.0)
+    for how, kept in (("union", (votes != zero).any(0)), ("intersection", (votes != zero).all(0))):
+        combine_tickets(folders, how, tmp_path / how)
+        found = SupermaskGPT2LMHeadModel.from_pretrained(tmp_path / how).mask_arrays()["wte"]
+        assert np.array_equal(found != zero, kept)
+
+
+def test_two_of_four_weights_are_left_along_the_inputs():
+    stock = trained("n_m").merge_and_unload()
+    for weight in (stock.transformer.h[0].mlp.c_fc.weight.T, stock.transformer.wte.weight):  # outputs, inputs
+        assert (weight.reshape(-1, 4).ne(0).sum(1) == 2).all()
+
+
+def test_gains_and_scales_are_merged(tmp_path):
+    model = trained("sign", scales="row", layer_norm="trained", scale_bits=16)
+    stock = model.merge_and_unload()
+    gain = model.transformer.h[1].ln_2.gain.masked_weight()[0]
+    assert gain.std() > 0
+    assert torch.equal(stock.transformer.h[1].ln_2.weight, gain)
+    assert_close(logits_of(stock), logits_of(model), rtol=1e-4, atol=1e-5)
+
+
+def test_a_rule_of_ones_own_as_the_docs_show_it(tmp_path, monkeypatch):
+    """The snippet runs; then the ticket is loaded by a process that has never heard of the rule."""
+    monkeypatch.chdir(tmp_path)
+    text = (Path(__file__).parents[2] / "docs" / "rules.md").read_text()
+    snippet = text.split("```python\n")[1].split("```")[0]
+    made: dict = {}
+    try:
+        exec(compile(snippet, "docs/rules.md", "exec"), made)
+    finally:
+        RULES.pop("above_median", None)
+    loaded = AutoModelForCausalLM.from_pretrained("my_ticket")
+    assert torch.equal(logits_of(loaded, made["ids"]), logits_of(made["model"].eval(), made["ids"]))
+    assert loaded.config.rule == "above_median"
+    verify_ticket("my_ticket")
+    assert len(snippet.splitlines()) < 60
+
+
+# -- options -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rule": "sign", "density": 0.3}, "density 0.3 is no option of rule 'sign'"),
+        ({"rule": "multicoat", "densities": [0.1, 0.3]}, "largest first"),
+        ({"rule": "multicoat", "density": 0.3}, "which has densities"),
+        ({"rule": "multibit", "mask_bits": 9}, "mask_bits 9"),
+        ({"rule": "n_m", "n_of_m": [4, 2]}, "n < m"),
+        ({"rule": "popup"}, "rule 'popup' is not one of"),
+        ({"density": 1.5}, "density 1.5"),
+        ({"search": 0.0}, "search 0.0"),
+        ({"frozen_density": 0.5}, "search below 1"),
+        ({"scales": "row", "scale_bits": 4}, "scale_bits 4"),
+        ({"layer_norm": "on"}, "layer_norm 'on'"),
+    ],
+    ids=str,
+)
+def test_a_wrong_option_names_the_cure(options, message):
+    with pytest.raises(ValueError, match=message):
+        SupermaskGPT2Config(**options)
+
+
+def test_options_left_out_are_the_rules_own_and_travel_with_the_model(tmp_path):
+    config = SupermaskGPT2Config(rule="multicoat")
+    assert config.densities == [0.3, 0.0788, 0.0315]
+    assert config.factors == [0.0, 1.0, 2.0, 3.0]
+    assert config.density is None
+    config.save_pretrained(tmp_path)
+    again = SupermaskGPT2Config.from_pretrained(tmp_path)
+    assert again.to_dict() == config.to_dict()
+    assert copy.deepcopy(config).densities == config.densities
+
+
+def test_groups_need_a_width_they_fit():
+    with pytest.raises(ValueError, match="multiple"):
+        SupermaskGPT2LMHeadModel(tiny_config(rule="n_m", density=None, n_of_m=[2, 5]))(torch.arange(5)[None])
