@@ -87,6 +87,7 @@ def describe(model: Any, encoding: str = "packed") -> tuple[Header, dict[str, np
     config.auto_map, config.architectures = dict(AUTO_MAP), [type(model).__name__]
     config.dtype = str(model.dtype).removeprefix("torch.")
     facts = json.loads(config.to_json_string())
+    facts.pop("transformers_version", None)  # saving a ticket again elsewhere changes nothing
     return Header(facts, entries, encoding, config.mask_digest), arrays
 
 

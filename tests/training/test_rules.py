@@ -351,6 +351,32 @@ def test_a_rule_of_ones_own_as_the_docs_show_it(tmp_path, monkeypatch):
     assert len(snippet.splitlines()) < 60
 
 
+# -- golden files --------------------------------------------------------------------------------------------
+
+GOLDEN = Path(__file__).parents[1] / "data" / "rules"
+GOLDEN_SHAPE = {"n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": 24, "n_positions": 8, "density": None}
+GOLDEN_SHAPE |= {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
+
+
+def golden_model(rule: str) -> SupermaskGPT2LMHeadModel:
+    """The first scores of a tiny model; a search and scales beside some rules, so that all is in some file."""
+    more = {"sign": {"scales": "row", "scale_bits": 8}, "multicoat": {"search": 0.5}}.get(rule, {})
+    return SupermaskGPT2LMHeadModel(tiny_config(**GOLDEN_SHAPE, rule=rule, **more))
+
+
+@pytest.mark.parametrize("rule", RULE_NAMES)
+def test_golden_files(rule, tmp_path):
+    """Made by `golden_model(rule).save_ticket(...)`: no version reads or writes these bytes otherwise."""
+    model = golden_model(rule)
+    for encoding in ("packed", "entropy"):
+        golden = GOLDEN / f"{rule}_{encoding}.safetensors"
+        loaded = SupermaskGPT2LMHeadModel.from_pretrained(golden)
+        ids = torch.arange(8)[None]
+        assert torch.equal(logits_of(loaded, ids), logits_of(model.eval(), ids))
+        loaded.save_ticket(tmp_path, encoding=encoding)
+        assert read(tmp_path) == golden.read_bytes()
+
+
 # -- options -----------------------------------------------------------------------------------------------
 
 
