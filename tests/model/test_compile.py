@@ -147,3 +147,17 @@ def test_per_sample_gradients():
     for index, ids in enumerate(IDS):
         alone = gradients(model, input_ids=ids[None], labels=ids[None])
         assert_close({name: found[name][index] for name in values}, alone, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("state", ["scores", "ticket"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_forward_mode_through_the_head_in_bfloat16(state, tied):
+    model = make(state, tie_word_embeddings=tied, attn_implementation="eager")
+    hidden = model.transformer.wte(IDS).detach()
+    direction = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0))
+    _, exact = jvp(lambda x: model(inputs_embeds=x).logits, (hidden,), (direction,))
+    half = model.to(torch.bfloat16)
+    found = jvp(lambda x: half(inputs_embeds=x).logits, (hidden.bfloat16(),), (direction.bfloat16(),))[1]
+    assert found.dtype == torch.bfloat16
+    error = (found.float() - exact).norm() / exact.norm()
+    assert error < 0.05
