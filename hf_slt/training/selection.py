@@ -11,7 +11,6 @@ and one write of the mask is nearly all the traffic to memory, where temporaries
 than the arithmetic. On other devices it is found bit by bit, and no operator waits for the device.
 """
 
-import hashlib
 import math
 from collections.abc import Iterator, Sequence
 
@@ -194,7 +193,9 @@ def keep_by_chance(scores: Tensor, seed: int, name: str) -> Tensor:
 
     A step changes the scores, and with them every chance; to repeat it needs no state beside them.
     """
-    name_key = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:4], "little", signed=True)
+    name_key = seed
+    for letter in name:  # by hand: torch.compile knows no hash of Python's
+        name_key = (31 * name_key + ord(letter)) % 2**31
     flat = scores.detach().reshape(-1)
     # A sum of integers has no order: the same on all devices and with any number of threads.
     key = (flat.view(torch.int32).sum(dtype=torch.int64) + name_key).to(torch.int32)

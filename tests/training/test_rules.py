@@ -187,6 +187,47 @@ def test_what_is_outside_of_the_search_follows_from_the_seed():
     )
 
 
+@pytest.mark.parametrize(("rule", "more"), CASES)
+def test_a_run_that_is_cut_goes_on_to_the_same_bits(rule, more, tmp_path):
+    def start() -> tuple:
+        model = SupermaskGPT2LMHeadModel(tiny_config(rule=rule, density=None, **more)).train()
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0)
+
+    def go_on(model, optimizer, steps) -> None:
+        for step in steps:
+            ids = torch.randint(0, 60, (2, 12), generator=torch.Generator().manual_seed(step))
+            model(ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    whole = start()
+    go_on(*whole, range(6))
+    cut = start()
+    go_on(*cut, range(3))
+    cut[0].save_pretrained(tmp_path)
+    resumed, optimizer = SupermaskGPT2LMHeadModel.from_pretrained(tmp_path).train(), None
+    optimizer = torch.optim.AdamW(resumed.parameters(), lr=1e-2, weight_decay=0)
+    optimizer.load_state_dict(cut[1].state_dict())
+    go_on(resumed, optimizer, range(3, 6))
+    for name, one in whole[0].named_parameters():
+        assert torch.equal(one, resumed.get_parameter(name)), name
+
+
+@pytest.mark.parametrize("rule", RULE_NAMES)
+def test_compiled_by_torch(rule):
+    """One graph, without a break; the same loss, and the same gradient up to the order of sums."""
+    eager = trained(rule, scales="row").train()
+    compiled = copy.deepcopy(eager)
+    ids = torch.arange(24).view(2, 12)
+    loss = torch.compile(compiled, fullgraph=True, backend="aot_eager")(ids, labels=ids).loss
+    loss.backward()
+    expected = gradients(eager, input_ids=ids, labels=ids)
+    assert_close(loss, eager(ids, labels=ids).loss)
+    torch.compiler.reset()
+    for name, slope in expected.items():
+        assert_close(compiled.get_parameter(name).grad, slope, rtol=1e-3, atol=1e-6, msg=name)
+
+
 # -- chance ------------------------------------------------------------------------------------------------
 
 
