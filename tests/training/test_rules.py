@@ -400,7 +400,7 @@ GOLDEN_SHAPE |= {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
 
 
 def golden_model(rule: str) -> SupermaskGPT2LMHeadModel:
-    """The first scores of a tiny model; a search and scales beside some rules, so that all is in some file."""
+    """The first scores of a tiny model; beside some rules a search or scales: all is in some file."""
     more = {"sign": {"scales": "row", "scale_bits": 8}, "multicoat": {"search": 0.5}}.get(rule, {})
     return SupermaskGPT2LMHeadModel(tiny_config(**GOLDEN_SHAPE, rule=rule, **more))
 
