@@ -129,7 +129,7 @@ def block_curvature(
     rows = []
     for place in tqdm(list(plain.places(blocks, layers, space)), "curvature", disable=not progress):
         operator = plain.operator(place, space)
-        held = plain.model.num_parameters() // operator.size  # vectors of a block: about a model's worth
+        held = plain.size // operator.size  # vectors of a block: about a model's worth
         generator = torch.Generator().manual_seed(seed)
         found = estimate_norms(
             operator, probes, generator, outer=parts, most=held, chunk=plain.chunk(operator.size)
@@ -187,6 +187,7 @@ class _PlainModel:
         if dtype is not None:
             self.model.to(dtype)
         self.model.requires_grad_(False)
+        self.size = sum(one.numel() for one in self.model.parameters())
         self.dtype = next(self.model.parameters()).dtype
         self.device = next(self.model.parameters()).device
         if qk_factor != 1:
@@ -258,7 +259,7 @@ class _PlainModel:
         """Probes that go through the model together: a tiny model is all overhead, a large one all memory."""
         tokens = max(arguments["input_ids"].numel() for arguments, *_ in self.data)
         of_logits = 2**22 // (tokens * self.config.vocab_size)
-        of_block = max(2**19, self.model.num_parameters() // 8) // size
+        of_block = max(2**19, self.size // 8) // size
         return max(1, min(8, of_logits, of_block))
 
 

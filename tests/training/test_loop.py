@@ -174,7 +174,7 @@ def test_values_and_spellings():
         ("", ["--eval_steps", "2.5"], "eval_steps 2.5 is neither a number of steps nor a share"),
         ("", ["--block_size", "1"], "block_size 1"),
         ("", ["--law", "norml"], "law 'norml' is not one of"),  # before any text is read
-        ("", ["--qk_scale", "big"], "qk_scale 'big' is neither 'paper' nor a number"),
+        ("", ["--qk_scale", "big"], "qk_scale 'big' is neither 'paper' nor a"),
         ("", ["--activation_function", "gelu_newer"], "'gelu_newer' is unknown; did you mean gelu_new?"),
         ("", ["--n_embd", "130", "--n_head", "4"], "n_embd 130 is not a multiple of n_head 4"),
         ("", ["--dropout", "1.5"], "dropout 1.5 is not in [0, 1)"),
