@@ -1,0 +1,39 @@
+"""The study of rules: sizes that meet their budget, rivals rounded as they are stored, a run of each kind."""
+
+import figures_rules as study
+import pytest
+import torch
+
+
+@pytest.mark.parametrize("name", ["edge_popup", "signed, scales", "dense int4"])
+def test_a_wider_budget_is_a_wider_model(name):
+    widths = [study.width_for(name, budget) for budget in (60_000, 115_000, 230_000)]
+    assert widths == sorted(set(widths))
+    assert all(width % study.BASE["n_head"] == 0 for width in widths)
+
+
+def test_rivals_are_rounded_to_what_their_bytes_can_hold():
+    weight = torch.randn(70, 33, generator=torch.Generator().manual_seed(0))
+    rounded, size = study.int4(weight)
+    assert size == -(-weight.numel() // 2) + 2 * -(-weight.numel() // 64)
+    assert (rounded - weight).abs().max() <= weight.abs().max() / 14 * 1.01
+    assert torch.allclose(study.int4(rounded)[0], rounded, atol=1e-6)
+    rounded, size = study.ternary(weight)
+    assert all(len(row.unique()) <= 3 for row in rounded)
+    assert size < weight.numel() * 1.6 / 8 + 2 * len(weight)
+
+
+def test_every_contestant_has_rates_and_a_point_of_its_own():
+    points = [study.point(name, 115_000, 10, 1e-3, 0, None) for name in study.CONTESTANTS]
+    assert len({str(point) for point in points}) == len(points)
+    assert all(len(study.RATES[study.kind_of(name)]) == 3 for name in study.CONTESTANTS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["multicoat, scales", "dense ternary"])
+def test_a_run_is_measured(name):
+    point = {**study.point(name, 30_000, 2, 1e-3, 0, None), "block_size": 32, "validation_blocks": 8}
+    found = study.measure(**point)
+    assert len(found["curve"]) == 2
+    assert 5 < found["loss"] < 14
+    assert 15_000 < found["bytes"] < 45_000
