@@ -23,7 +23,7 @@ from ..model.ticket import ADDED, Header, Ticket, TicketError, read_ticket
 from .card import CARD_FILE, FIGURES, factors_told, write_card
 from .files import staged
 from .named_masks import backbone_differences
-from .saving import rewrite_ticket
+from .saving import rewrite_ticket, stored_data
 from .verify import mask_path
 
 Masks = Mapping[str, np.ndarray]  # by tensor name
@@ -187,9 +187,9 @@ def mask_arrays(model: Any) -> dict[str, np.ndarray]:
     """Every mask of a model by tensor name: codes, or booleans where the factors are 0 and 1."""
     return {
         tensor.name: code_array(tensor, packed)
-        for _, layer in model.supermask_layers()
+        for _, layer, stored in stored_data(model)
         if layer.kind == "masked"
-        for tensor, packed in zip(layer.tensors, layer.data(), strict=True)
+        for tensor, packed in zip(layer.tensors, stored, strict=True)
     }
 
 

@@ -7,6 +7,7 @@ import copy
 import json
 import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
 from ..model.codes import count_codes, planes
-from ..model.layers import TicketLayer
+from ..model.layers import FORWARDS, TicketLayer
 from ..model.quantisation import BITS, dequantise, largest_code
 from ..model.random_weights import digest
 from ..model.ticket import (
@@ -56,14 +57,20 @@ _SMALLEST = np.float32(2**-14)  # the least normal float16
 _DROPPED = np.int32((1 << 13) - 1)  # bits of a float32 significand that float16 has not
 
 
+def stored_data(model: Any) -> list[tuple[str, Any, Any]]:
+    """Every layer, its path and what a ticket stores of its tensors; a joint rule selects once for all."""
+    with FORWARDS.get(model.config.state, nullcontext)():
+        return [(path, layer, layer.data()) for path, layer in model.supermask_layers()]
+
+
 def describe(model: Any, encoding: str = "packed") -> tuple[Header, dict[str, np.ndarray]]:
     """The header of a ticket of this model, and the arrays to store by tensor name."""
     entries, arrays, digests = {}, {}, {}
-    for path, layer in model.supermask_layers():
+    for path, layer, stored in stored_data(model):
         known = getattr(layer, "weight_digests", {})
         if isinstance(layer, TicketLayer):
             _refuse_merged(path, layer)
-        for tensor, data in zip(layer.tensors, layer.data(), strict=True):
+        for tensor, data in zip(layer.tensors, stored, strict=True):
             entry = Entry(tensor.shape, None)
             if layer.kind != "trained":
                 drawn = known.get(tensor.name) or digest(tensor.draw())
@@ -115,8 +122,8 @@ def to_ticket(model: Any) -> Any:
     ticket.load_state_dict(
         {
             f"{path}.{layer.key(tensor)}": torch.tensor(data)
-            for path, layer in model.supermask_layers()
-            for tensor, data in zip(layer.tensors, layer.data(), strict=True)
+            for path, layer, stored in stored_data(model)
+            for tensor, data in zip(layer.tensors, stored, strict=True)
             if data is not None
         },
         assign=True,

@@ -167,6 +167,21 @@ def test_a_global_rule_has_one_threshold_for_all_tensors():
     assert len(densities) > 3  # each has its own
 
 
+def test_a_global_rule_selects_once_in_a_forward_and_once_to_be_saved(tmp_path, monkeypatch):
+    model, counted = trained("global"), []
+    select = RULES["global"].codes_of_all
+    monkeypatch.setattr(RULES["global"], "codes_of_all", lambda *given: counted.append(1) or select(*given))
+    for act in (
+        lambda: logits_of(model),
+        lambda: model.save_ticket(tmp_path),
+        model.to_ticket,
+        model.mask_arrays,
+    ):
+        counted.clear()
+        act()
+        assert len(counted) == 1
+
+
 def pairs(layer):
     return list(zip((scores.detach() for scores in layer.stored()), layer.codes(), strict=True))
 
