@@ -229,13 +229,10 @@ class Comparison:
 
     def search_points(self) -> dict[str, list[Point]]:
         """By contestant: one run for each rate."""
-        budget = self.preset.budgets[0]
+        budget, steps = self.preset.budgets[0], self.preset.searched
         return {
-            name: [
-                point(name, budget, self.preset.searched, rate, 0, self.files)
-                for rate in RATES[kind_of(name)]
-            ]
-            for name in self.preset.contestants
+            name: [point(name, budget, steps, rate, 0, self.files) for rate in RATES[kind_of(name)]]
+            for name in (self.preset.contestants if steps else ())
         }
 
     def best_rate(self, name: str, records: Any) -> float | None:
