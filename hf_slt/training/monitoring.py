@@ -29,9 +29,8 @@ COLLAPSED = 0.9  # share of a layer's outputs without a weight that is worth a w
 def codes_of(config: SupermaskGPT2Config, rule: Any, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
     """Codes, by name of their scores, of whole parameters."""
     scores = {name: one.detach() for name, one in parameters.items() if name.endswith("scores")}
-    if rule.joint:
-        return dict(zip(scores, rule.codes_of_all(list(scores.values())), strict=True))
-    return {name: rule.codes(one, _place(config, name)) for name, one in scores.items()}
+    codes = rule.codes_of_all(list(scores.values()), [_place(config, name) for name in scores])
+    return dict(zip(scores, codes, strict=True))
 
 
 def _place(config: SupermaskGPT2Config, name: str) -> Place:

@@ -10,6 +10,7 @@ Everything else (layers, tickets, coding, algebra, figures) works with codes and
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
@@ -37,13 +38,13 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Rule:
+class Rule(ABC):
     """What is common: scores are ranked by magnitude, and their gradient has the sign of the score."""
 
     factors: ClassVar[Sequence[float]] = (0.0, 1.0)
     joint: ClassVar[bool] = False  # whether all tensors of a model are ranked together
 
-    def check(self) -> None:
+    def check(self) -> None:  # noqa: B027  many rules have nothing to check
         """Raise ValueError, naming the value and the cure, for an option that cannot be."""
 
     def first_scores(self, place: Place, size: tuple[int, ...]) -> np.ndarray:
@@ -51,13 +52,13 @@ class Rule:
         bound = 1 / math.sqrt(place.fan_in)
         return draw(place.tensor.seed, place.tensor.name + ".scores", size, "uniform", bound)
 
+    @abstractmethod
     def codes(self, scores: Tensor, place: Place) -> Tensor:
         """One code a score: booleans, or integers in uint8."""
-        raise NotImplementedError
 
-    def codes_of_all(self, scores: Sequence[Tensor]) -> list[Tensor]:
-        """Of a joint rule: the codes of all tensors of a model."""
-        raise NotImplementedError
+    def codes_of_all(self, scores: Sequence[Tensor], places: Sequence[Place]) -> list[Tensor]:
+        """The codes of several tensors: each by itself, unless the rule is joint."""
+        return [self.codes(one, place) for one, place in zip(scores, places, strict=True)]
 
     def soft(self, scores: Tensor) -> Tensor:
         """What the factor is taken for, where it is differentiated."""
@@ -98,7 +99,7 @@ class Global(EdgePopup):
 
     joint = True
 
-    def codes_of_all(self, scores: Sequence[Tensor]) -> list[Tensor]:
+    def codes_of_all(self, scores: Sequence[Tensor], places: Sequence[Place]) -> list[Tensor]:
         count = kept_count(self.density, sum(one.numel() for one in scores))
         return keep_largest_of_all(scores, count, magnitude=True)
 

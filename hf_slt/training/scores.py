@@ -104,24 +104,26 @@ class ScoresLayer(DrawnLayer):
     def _place(self, tensor: TensorSpec, training: bool = False) -> Place:
         return Place(tensor, 0 if self.inputs_first else 1, training)
 
+    def _asked(self, training: bool) -> tuple[list[Tensor], list[Place]]:
+        """What the rule is asked: the scores of every tensor, and where they are."""
+        places = [self._place(tensor, training) for tensor in self.tensors]
+        return [scores.detach() for scores in self.stored()], places
+
     @torch.no_grad()
     def codes(self, training: bool = False) -> list[Tensor]:
         """The code of every score, by tensor, as the scores stand: to keep, or those to train on."""
         if not self.rule.joint:
-            pairs = zip(self.stored(), self.tensors, strict=True)
-            return [
-                self.rule.codes(scores.detach(), self._place(tensor, training)) for scores, tensor in pairs
-            ]
-        siblings = self.siblings or (self,)
-        made = made_so_far()
-        found = made.get(siblings) if made is not None else None
-        if found is None:
-            every = [scores.detach() for layer in siblings for scores in layer.stored()]
-            found = iter(self.rule.codes_of_all(every))
-            found = {layer: [next(found) for _ in layer.stored()] for layer in siblings}
-            if made is not None:
-                made[siblings] = found
-        return found[self]
+            return self.rule.codes_of_all(*self._asked(training))
+        siblings, made = self.siblings or (self,), made_so_far()
+        if made is None or siblings not in made:
+            asked = [layer._asked(training) for layer in siblings]
+            every, places = ([one for some in side for one in some] for side in zip(*asked, strict=True))
+            codes = iter(self.rule.codes_of_all(every, places))
+            found = {layer: [next(codes) for _ in layer.stored()] for layer in siblings}
+            if made is None:
+                return found[self]
+            made[siblings] = found
+        return made[siblings][self]
 
     def masked_weight(self) -> Tensor:
         """The weight that this layer computes with, differentiable in its scores and scales."""
