@@ -45,7 +45,11 @@ FLOAT = {"f16": Type(1, 1, bytes=2), "f32": Type(0, 0)}
 TYPES = TERNARY | FLOAT  # the smallest first
 MOST_ROUNDING = 2**-11  # of the largest weight of a row: what float16 does to numbers within its range
 # Stock GPT-2's names, and llama.cpp's.
-NAMES = {"transformer.wte": "token_embd", "transformer.wpe": "position_embd", "transformer.ln_f": "output_norm"}
+NAMES = {
+    "transformer.wte": "token_embd",
+    "transformer.wpe": "position_embd",
+    "transformer.ln_f": "output_norm",
+}
 NAMES |= {"ln_1": "attn_norm", "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output", "lm_head": "output"}
 NAMES |= {"ln_2": "ffn_norm", "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"}
 TABLES = ("token_embd.weight", "output.weight")
@@ -128,7 +132,7 @@ def write_gguf(stock: Any, words: "Vocabulary", path: Path, type: str = "auto") 
             for name, rows in tensors.items():
                 kind = TYPES[types[name]]
                 bytes = rows.size // kind.block * kind.bytes
-                # Told as float32, so that the writer takes shape and number as they are: it need not know them.
+                # Called float32, so that the writer takes shape and number as they are: not all it knows.
                 writer.add_tensor_info(name, rows.shape, np.dtype(np.float32), bytes, kind.number)
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
@@ -150,7 +154,10 @@ def tensors_of(stock: Any) -> Iterator[tuple[str, np.ndarray]]:
         path, leaf = name.rsplit(".", 1)
         if path.startswith("transformer.h."):
             number, path = path.removeprefix("transformer.h.").split(".", 1)
-            yield f"blk.{number}.{NAMES[path]}.{leaf}", (tensor.T if tensor.ndim == 2 else tensor).float().numpy()
+            yield (
+                f"blk.{number}.{NAMES[path]}.{leaf}",
+                (tensor.T if tensor.ndim == 2 else tensor).float().numpy(),
+            )
         else:
             yield f"{NAMES[path]}.{leaf}", tensor.float().numpy()
 
@@ -169,10 +176,14 @@ def choose_type(tensors: Mapping[str, np.ndarray], wanted: str) -> tuple[str, st
     lengths = ", ".join(str(length) for length in sorted({rows.shape[1] for rows in ternary.values()}))
     if wanted in TERNARY:
         if other:
-            raise SLTError(f"type {wanted} is for weights -c, 0 and c, and {other} has others; use auto or f32")
+            raise SLTError(
+                f"type {wanted} is for weights -c, 0 and c, and {other} has others; use auto or f32"
+            )
         if wanted not in fitting:
             cure = f"use {fitting[0]}" if fitting else "use f16 or f32"
-            raise SLTError(f"type {wanted} needs rows of {TERNARY[wanted].block} weights, not {lengths}; {cure}")
+            raise SLTError(
+                f"type {wanted} needs rows of {TERNARY[wanted].block} weights, not {lengths}; {cure}"
+            )
     if wanted != "auto":
         return wanted, "as asked"
     if not other and fitting:
@@ -235,12 +246,13 @@ def told(main: str, why: str, types: Mapping[str, str], errors: Mapping[str, flo
         if types.get(name, main) != main:
             yield f"{name} is {types[name]}, the smallest type that holds it without loss"
     worst = max(errors, key=lambda name: errors[name])
+    most = f"by {100 * errors[worst]:.2g} % at most ({worst})"
     if not errors[worst]:
         yield "rounded: nothing"
     elif types[worst] in TERNARY:
-        yield f"rounded: c, to float16, by {100 * errors[worst]:.2g} % at most ({worst}); signs and zeros are exact"
+        yield f"rounded: c, to float16, {most}; signs and zeros are exact"
     else:
-        yield f"rounded: weights, to float16, by {100 * errors[worst]:.2g} % of the largest in a row at most ({worst})"
+        yield f"rounded: weights, to float16, {most} of the largest in their row"
 
 
 # -- the tokenizer -----------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 import urllib.request
 from pathlib import Path
 
@@ -13,9 +14,14 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from torch.testing import assert_close
 from transformers import AutoTokenizer, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from hf_slt import SLTError, SupermaskGPT2Config, SupermaskGPT2ForSequenceClassification, SupermaskGPT2LMHeadModel
+from hf_slt import (
+    SLTError,
+    SupermaskGPT2Config,
+    SupermaskGPT2ForSequenceClassification,
+    SupermaskGPT2LMHeadModel,
+)
 from hf_slt.cli import main
-from hf_slt.runtimes.llama_cpp import MOST_ROUNDING, TYPES, export_gguf
+from hf_slt.runtimes.llama_cpp import FLOAT, MOST_ROUNDING, TYPES, export_gguf
 from hf_slt.text.blocks import train_tokenizer
 
 gguf = pytest.importorskip("gguf")
@@ -29,6 +35,7 @@ TEXT = (
 UNSEEN = "The seed says which weights go, and a small mask changes nothing of it. Whoever stays was learned!"
 SHAPE = {**TINY, "n_layer": 2, "n_embd": 256, "n_positions": 128, "bos_token_id": 0, "eos_token_id": 0}
 SHAPE |= {"law": "signed_constant", "pad_token_id": None}
+EXACT = {"qk_scale": 1, "initializer_range": 0.25, "scale_with_width": False}  # constants are powers of two
 # What is not the plain ticket of weights -c, 0 and c: options, and the types that its matrices and table get.
 CASES = {
     "normal": ({"law": "normal"}, "f32", "f32"),
@@ -38,12 +45,8 @@ CASES = {
     "trained_tables": ({"embedding": "trained", "embedding_bits": 8}, "tq1_0", "f32"),
     "frozen_tables-multicoat": ({"rule": "multicoat", "density": None, "embedding": "frozen"}, "f32", "f32"),
     "width-128": ({"n_embd": 128, "n_inner": 320}, "q2_0", "q2_0"),
-    "width-32": ({"n_embd": 32, "qk_scale": 1, "initializer_range": 0.25, "scale_with_width": False}, "f32", "f32"),
-    "float16": (
-        {"n_embd": 32, "qk_scale": 1, "initializer_range": 0.25, "scale_with_width": False, "n_layer": 8},
-        "f16",
-        "f16",
-    ),
+    "width-32": ({"n_embd": 32}, "f32", "f32"),
+    "width-32-halves": ({"n_embd": 32, **EXACT}, "f16", "f16"),
 }
 
 
@@ -63,12 +66,16 @@ def make(words, steps: int = 0, **changes) -> SupermaskGPT2LMHeadModel:
     torch.manual_seed(0)
     model = SupermaskGPT2LMHeadModel(SupermaskGPT2Config(**SHAPE | {"vocab_size": len(words)} | changes))
     for name, values in model.named_parameters():
-        if name.endswith("weight"):  # scales and gains start at one
-            torch.nn.init.uniform_(values, 0.5, 1.5)
+        if name.endswith("values"):  # scales and gains start at one, tables as they were drawn
+            torch.nn.init.uniform_(values, 0.5, 1.5) if len(values) == 1 else torch.nn.init.normal_(
+                values, std=0.05
+            )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
     ids = torch.tensor(words(3 * TEXT, verbose=False).input_ids)
     for _ in range(steps):
-        rows = torch.stack([ids[start : start + 64] for start in torch.randint(0, len(ids) - 64, (4,)).tolist()])
+        rows = torch.stack(
+            [ids[start : start + 64] for start in torch.randint(0, len(ids) - 64, (4,)).tolist()]
+        )
         model(rows, labels=rows).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -160,17 +167,17 @@ def test_every_kind_of_ticket_by_auto(name, words, tmp_path):
     assert f"type {type}," in told
     if type != "q2_0":  # which the package does not know
         types = {name: kind for name, (kind, _) in read_file(tmp_path / "a.gguf").items()}
-        assert {kind for name, kind in types.items() if name.startswith("blk") and "ffn_up.w" in name} == {type}
+        assert {kind for name, kind in types.items() if name.startswith("blk") and "ffn_up.w" in name} == {
+            type
+        }
         assert types["token_embd.weight"] == table
         assert types.get("output.weight", table) == table
     ids = [0, *words(UNSEEN).input_ids]
-    theirs, ours = (
-        Llama(tmp_path / "a.gguf").log_probabilities(ids, len(words)),
-        expected_log_probabilities(model, ids),
-    )
-    # llama.cpp rounds inputs of ternary matrices to 8 bits, and values of GELU to float16.
-    error = (theirs - ours).abs().max() / ours.std()
-    assert error < (0.002 if type in ("f16", "f32") else 0.05)
+    theirs = Llama(tmp_path / "a.gguf").log_probabilities(ids, len(words))
+    ours = expected_log_probabilities(model, ids)
+    error = (theirs - ours).square().mean().sqrt() / ours.std()
+    # llama.cpp rounds what ternary matrices are multiplied by to 8 bits, and values of GELU to float16.
+    assert error < (1e-3 if type in FLOAT else 0.03)
 
 
 @pytest.mark.parametrize("type", ["f16", "tq2_0", "tq1_0", "q2_0"])
@@ -209,8 +216,7 @@ def test_the_file_holds_the_weights_and_tells_what_was_rounded(type, ticket, tmp
 
 
 def test_a_constant_that_float16_holds_is_not_rounded(words, tmp_path):
-    """At width 256 the scale of queries and keys is a whole number, and c is given."""
-    model = make(words, initializer_range=2.0**-5, scale_with_width=False, n_layer=2, n_head=1)
+    model = make(words, **EXACT)
     told = export_gguf(save(tmp_path / "ticket", model, words), tmp_path / "a.gguf")
     assert "type tq1_0" in told
     assert "rounded: nothing" in told
@@ -232,11 +238,12 @@ def test_transformers_reads_the_file(type, ticket, tmp_path):
 # -- the tokenizer -----------------------------------------------------------------------------------------
 
 ODD = [
-    "", " ", "  ", "\n", "\r\n\t ", "a  b   c ", " leading", "trailing  ", "it's they'll we've I'm he'd CAN'T",
-    "x'S 'tis ''s", "3.14159 1,000,000 ²³ ½ ١٢٣ 一二三", "déjà vu, naïve, Ångström", "Ä", "ﬁ ﬂ", "ß",
-    "Привет, мир", "שלום", "नमस्ते", "日本語のテキスト", "한국어", "🙂🙃👩‍👩‍👧‍👦 🏳️‍🌈", "\u200b\u200d\ufeff", "\u00a0\u2003\u3000",
-    "a\u0301\u0302", "\x00\x01\x7f", "<|endoftext|>", "a<|endoftext|>b <|endoftext|>", "<|endof", "|||###$$$%%%",
-    "def f(x):\n    return x ** 2  # comment\n", "\ud7ff\ue000\uffff", "𝒜𝓁𝓅𝒽𝒶", "a" * 300, " " * 70 + "x",
+    "", " ", "  ", "\n", "\r\n\t ", "a  b   c ", " leading", "trailing  ", "it's they'll I've I'm he'd CAN'T",
+    "x'S 'tis ''s", "3.14159 1,000,000 ²³ ½ ١٢٣ 一二三", "déjà vu, naïve, Ångström", "ﬁ ﬂ", "ß", "Привет, мир",
+    "שלום", "नमस्ते", "日本語のテキスト", "한국어", "🙂🙃 👩\u200d👩\u200d👧 🏳️\u200d🌈", "\u200b\u200d\ufeff", "\u00a0\u2003\u3000",
+    "a\u0301\u0302", "\x00\x01\x7f", "<|endoftext|>", "a<|endoftext|>b <|endoftext|>", "<|endof", "||###$$%%",
+    "def f(x):\n    return x ** 2  # comment\n", "\ud7ff\ue000\uffff", "\U0001d49c\U0001d4c1", "a" * 300,
+    " " * 70 + "x",
 ]  # fmt: skip
 
 
@@ -250,7 +257,7 @@ def test_the_tokenizer_in_the_file_is_the_ticket_s(ticket, tmp_path):
         assert there.ask("tokenize", content=text)["tokens"] == words(text, verbose=False).input_ids, text
 
 
-# -- what cannot be --------------------------------------------------------------------------------------------
+# -- what cannot be ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -316,7 +323,9 @@ BAD_TOKENIZERS = {
     "Whitespace": lambda: tokenizer_of(bpe(), pre_tokenizers.Whitespace()),
     "Sequence": lambda: tokenizer_of(bpe(), pre_tokenizers.Sequence([pre_tokenizers.Digits(), BYTES])),
     "add_prefix_space": lambda: tokenizer_of(bpe(), pre_tokenizers.ByteLevel(add_prefix_space=True)),
-    "use_regex": lambda: tokenizer_of(bpe(), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)),
+    "use_regex": lambda: tokenizer_of(
+        bpe(), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    ),
     "normalizer": lambda: tokenizer_of(bpe(), BYTES, normalizer=normalizers.NFC()),
     "ignore_merges": lambda: tokenizer_of(bpe(ignore_merges=True), BYTES),
     "end-of-text": lambda: tokenizer_of(bpe(), BYTES, None),
@@ -403,7 +412,7 @@ def test_a_write_that_fails_leaves_the_file_that_was_there(ticket, tmp_path, mon
 
 
 def test_without_the_package_the_cure_is_named(ticket, tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "gguf", None)
+    monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(SLTError, match=r"pip install 'hf_slt\[llama\]'"):
         export_gguf(ticket, tmp_path / "a.gguf")
 
