@@ -74,7 +74,7 @@ def export_gguf(
         cure = "save one there (tokenizer.save_pretrained), or give --tokenizer"
         raise SLTError(f"{folder}: there is no tokenizer beside the model; {cure}")
     words = read_vocabulary(AutoTokenizer.from_pretrained(tokenizer or folder))
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     check_expressible(model.config)
     return write_gguf(model.merge_and_unload(), words, path, type)
 
@@ -120,7 +120,7 @@ def write_gguf(stock: Any, words: "Vocabulary", path: Path, type: str = "auto") 
 
     try:
         with replacing(path) as new:
-            writer = gguf.GGUFWriter(new, "gpt2")
+            writer: Any = gguf.GGUFWriter(new, "gpt2")
             writer.add_file_type(TYPES[main].file_number)
             writer.add_context_length(config.n_positions)
             writer.add_embedding_length(config.n_embd)

@@ -239,9 +239,10 @@ def test_transformers_reads_the_file(type, ticket, tmp_path):
 
 ODD = [
     "", " ", "  ", "\n", "\r\n\t ", "a  b   c ", " leading", "trailing  ", "it's they'll I've I'm he'd CAN'T",
-    "x'S 'tis ''s", "3.14159 1,000,000 ²³ ½ ١٢٣ 一二三", "déjà vu, naïve, Ångström", "ﬁ ﬂ", "ß", "Привет, мир",
-    "שלום", "नमस्ते", "日本語のテキスト", "한국어", "🙂🙃 👩\u200d👩\u200d👧 🏳️\u200d🌈", "\u200b\u200d\ufeff", "\u00a0\u2003\u3000",
-    "a\u0301\u0302", "\x00\x01\x7f", "<|endoftext|>", "a<|endoftext|>b <|endoftext|>", "<|endof", "||###$$%%",
+    "x'S 'tis ''s", "3.14159 1,000,000 ²³ ½ ١٢٣ 一二三", "déjà vu, naïve, Ångström", "ﬁ ﬂ", "ß",
+    "Привет, мир", "שלום", "नमस्ते", "日本語のテキスト", "한국어", "🙂🙃 👩\u200d👩\u200d👧 🏳️\u200d🌈",
+    "\u200b\u200d\ufeff", "\u00a0\u2003\u3000", "a\u0301\u0302", "\x00\x01\x7f",
+    "<|endoftext|>", "a<|endoftext|>b <|endoftext|>", "<|endof", "||###$$%%",
     "def f(x):\n    return x ** 2  # comment\n", "\ud7ff\ue000\uffff", "\U0001d49c\U0001d4c1", "a" * 300,
     " " * 70 + "x",
 ]  # fmt: skip
