@@ -83,9 +83,9 @@ def check_expressible(config: Any) -> None:
     """Raise SLTError, naming the option, for a model that llama.cpp's GPT-2 cannot compute."""
     width = config.n_embd // config.n_head
     gelu = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
-    classifier = [name for name in config.architectures or () if "Classification" in name]
+    other = [name for name in config.architectures or () if not name.endswith("LMHeadModel")]
     for fault, what in {
-        f"architecture {classifier}": not classifier,
+        f"a {''.join(other)}": not other,
         "layer_norm=False": config.layer_norm,
         f"n_qk {config.qk_width}, n_v {config.v_width} (not n_embd / n_head = {width})": (
             config.qk_width == config.v_width == width
@@ -301,6 +301,8 @@ def read_vocabulary(tokenizer: Any) -> Vocabulary:
     odd += [name for name in ("lstrip", "rstrip", "single_word") for token in added if token[name]]
     if odd:
         raise SLTError(f"a tokenizer with {odd[0]}; {cure}")
+    if not model["merges"]:
+        raise SLTError("a tokenizer without merges, which llama.cpp does not load; train one of more tokens")
     if tokenizer.eos_token_id is None:
         raise SLTError("the tokenizer has no end-of-text token; set tokenizer.eos_token and save it again")
 

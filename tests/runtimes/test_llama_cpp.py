@@ -19,6 +19,7 @@ from hf_slt import (
     SupermaskGPT2Config,
     SupermaskGPT2ForSequenceClassification,
     SupermaskGPT2LMHeadModel,
+    SupermaskGPT2Model,
 )
 from hf_slt.cli import main
 from hf_slt.runtimes.llama_cpp import FLOAT, MOST_ROUNDING, TYPES, export_gguf
@@ -281,10 +282,11 @@ def test_what_llama_cpp_cannot_express_is_refused(changes, named, words, tmp_pat
     assert not (tmp_path / "a.gguf").exists()
 
 
-def test_a_classifier_is_refused(words, tmp_path):
+@pytest.mark.parametrize("kind", [SupermaskGPT2ForSequenceClassification, SupermaskGPT2Model])
+def test_what_is_no_language_model_is_refused(kind, words, tmp_path):
     config = SupermaskGPT2Config(**SHAPE | {"vocab_size": len(words), "n_embd": 32})
-    save(tmp_path / "ticket", SupermaskGPT2ForSequenceClassification(config), words)
-    with pytest.raises(SLTError, match="Classification"):
+    save(tmp_path / "ticket", kind(config), words)
+    with pytest.raises(SLTError, match=kind.__name__):
         export_gguf(tmp_path / "ticket", tmp_path / "a.gguf")
 
 
@@ -315,7 +317,8 @@ def tokenizer_of(model, before, end: str | None = "<end>", **more) -> PreTrained
 
 def bpe(**options) -> models.BPE:
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    return models.BPE({letter: place for place, letter in enumerate(letters)}, [], **options)
+    places = {letter: place for place, letter in enumerate([*letters, "ab"])}
+    return models.BPE(places, [("a", "b")], **options)
 
 
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -329,6 +332,7 @@ BAD_TOKENIZERS = {
     ),
     "normalizer": lambda: tokenizer_of(bpe(), BYTES, normalizer=normalizers.NFC()),
     "ignore_merges": lambda: tokenizer_of(bpe(ignore_merges=True), BYTES),
+    "without merges": lambda: tokenizer_of(models.BPE({"a": 0}, []), BYTES),
     "end-of-text": lambda: tokenizer_of(bpe(), BYTES, None),
 }
 
