@@ -246,13 +246,13 @@ def told(main: str, why: str, types: Mapping[str, str], errors: Mapping[str, flo
         if types.get(name, main) != main:
             yield f"{name} is {types[name]}, the smallest type that holds it without loss"
     worst = max(errors, key=lambda name: errors[name])
-    most = f"by {100 * errors[worst]:.2g} % at most ({worst})"
+    most = f"by {100 * errors[worst]:.2g} %"
     if not errors[worst]:
         yield "rounded: nothing"
     elif types[worst] in TERNARY:
-        yield f"rounded: c, to float16, {most}; signs and zeros are exact"
+        yield f"rounded: c, to float16, {most} at most ({worst}); signs and zeros are exact"
     else:
-        yield f"rounded: weights, to float16, {most} of the largest in their row"
+        yield f"rounded: weights, to float16, {most} of the largest in a row at most ({worst})"
 
 
 # -- the tokenizer -----------------------------------------------------------------------------------------
