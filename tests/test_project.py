@@ -20,7 +20,7 @@ README = (ROOT / "README.md").read_text()
 
 # -- rooms --------------------------------------------------------------------------------------------
 
-ROOMS = ("model", "sharing", "text", "training", "papers")  # each may use those before it
+ROOMS = ("model", "sharing", "runtimes", "text", "training", "papers")  # each may use those before it
 HEIGHT = {name: height for height, name in enumerate(("options", *ROOMS, "__init__", "cli"))}
 # The library `evaluate` runs a copy of this file outside of the package, which it then must import.
 ALLOWED = {("hf_slt.text.evaluation", "hf_slt")}
@@ -251,6 +251,25 @@ def test_the_benchmark_runs(tmp_path):
         assert refused.returncode
         assert words in refused.stderr
         assert path.read_text() == text
+
+
+@pytest.mark.slow
+def test_the_benchmark_runs_in_llama_cpp(tmp_path):
+    pytest.importorskip("gguf")
+    pytest.importorskip("xllamacpp")
+    path = tmp_path / "rows.json"
+    subprocess.run(
+        [*BENCHMARK, "--only", "llama", "--repeats", "1", "--json", path], check=True, capture_output=True
+    )
+    rows = {row["id"].removeprefix("llama: "): row for row in json.loads(path.read_text())}
+    assert rows.keys() == {f"{one} against stock" for one in ("tq2_0", "f16", "q4_0")} | {
+        "tq2_0 against q4_0"
+    }
+    for row in rows.values():
+        for ours, theirs in (row["details"][what] for what in ("tokens_per_second", "memory")):
+            assert min(ours, theirs) > 0
+    sizes = [rows[f"{one} against stock"]["details"]["bytes"][0] for one in ("tq2_0", "q4_0", "f16")]
+    assert sizes == sorted(sizes)
 
 
 def test_the_table_of_speeds_is_the_committed_one():
