@@ -20,6 +20,7 @@ demo: $(READY)  ## find a ticket in a few minutes, compare it with its dense twi
 	  --config recipes/nano.yaml --compare random_mask dense --prompt "The function returns" \
 	  --output_dir runs/demo --overwrite
 	$(BIN)/slt verify runs/demo/ticket
+	$(BIN)/slt page runs/demo/ticket runs/demo/page.html --prompt "The function returns"
 
 test: $(READY)  ## all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal

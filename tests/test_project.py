@@ -20,7 +20,7 @@ README = (ROOT / "README.md").read_text()
 
 # -- rooms --------------------------------------------------------------------------------------------
 
-ROOMS = ("model", "sharing", "text", "training", "papers")  # each may use those before it
+ROOMS = ("model", "sharing", "runtimes", "text", "training", "papers")  # each may use those before it
 HEIGHT = {name: height for height, name in enumerate(("options", *ROOMS, "__init__", "cli"))}
 # The library `evaluate` runs a copy of this file outside of the package, which it then must import.
 ALLOWED = {("hf_slt.text.evaluation", "hf_slt")}
