@@ -71,7 +71,7 @@ def make_page(folder: str | os.PathLike, *, name: str | None = None, prompt: str
 
 
 def compact_tokenizer(folder: Path, vocab_size: int) -> dict[str, Any]:
-    """What engine.js needs of a byte-level BPE tokenizer; SLTError for one of another kind, or none at all."""
+    """What engine.js needs of a byte-level BPE tokenizer; SLTError for another kind, or none."""
     tokenizer = _load_tokenizer(folder)
     facts = json.loads(tokenizer.to_str())
     _refuse_other_kinds(folder, facts)

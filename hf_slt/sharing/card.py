@@ -199,11 +199,11 @@ def link_page(text: str) -> str:
     """A card that links the page beside it: after what our template says of loading, or at its end.
 
     >>> link_page("# Mine").splitlines()[2]
-    '[index.html](index.html) is this ticket as one page: download it, open it in a browser, and it writes.'
+    '[index.html](index.html) is this ticket as one page: download it, open it, and it writes.'
     """
     if f"]({PAGE_FILE})" in text:
         return text
-    link = f"[{PAGE_FILE}]({PAGE_FILE}) is this ticket as one page: download it, open it in a browser, and it writes."
+    link = f"[{PAGE_FILE}]({PAGE_FILE}) is this ticket as one page: download it, open it, and it writes."
     found = re.search(_PLACES[-1].format("[^`]*"), text, re.MULTILINE)
     end = found.end() if found else len(text.rstrip())
     return f"{text[:end]}\n\n{link}\n{text[end:].removeprefix(chr(10))}"
