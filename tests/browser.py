@@ -170,8 +170,9 @@ READY = "document.getElementById('go').textContent === 'Write'"
 
 def write(browser: Browser) -> str:
     """The text that a click on the button gives."""
+    browser.run("document.getElementById('speed').textContent = ''")
     browser.click("#go")
-    browser.wait("document.getElementById('text').textContent.length > 30")
+    browser.wait("/tokens per second/.test(document.getElementById('speed').textContent)")
     browser.wait(READY)
     return browser.text("text")
 

@@ -7,6 +7,7 @@
   const facts = JSON.parse($("facts").textContent);
   const original = SLT.fromBase64($("ticket").textContent);
   const CELLS = 17; // of the lens, a side
+  const ORDER = "wte wpe lm_head query key value c_fc c_proj".split(" ");
   let model = null, tokenizer = null, random = null, writing = null, draws = 0, colours = {};
   let look = null; // what is looked into: tensor, its factors and codes, row and column
 
@@ -141,7 +142,7 @@
       if (performance.now() - last > 24) tell();
       await pause();
       if (writing !== own) return;
-      if (model.length === model.positions) { end = ` ${model.positions} tokens are all that it can see.`; break; }
+      if (model.length === model.positions) { end = ` It sees ${model.positions} tokens at most.`; break; }
       logits = model.forward(id);
     }
     tell();
@@ -225,10 +226,11 @@
       : `The mask multiplies each weight by one of ${table.join(", ")}: the darker, the larger; orange turns the sign.`) +
       " Choose a tensor, then a weight: by a click, or by the arrow keys in the lens.";
     const masked = Object.values(ticket.tensors).filter((one) => one.codes);
-    masked.sort((a, b) => a.name.localeCompare(b.name, "en", { numeric: true }));
-    for (const tensor of [...masked.filter((one) => !one.name.startsWith("h.")), ...masked.filter((one) => one.name.startsWith("h."))]) {
-      const [, block, inside] = tensor.name.match(/^(?:h\.(\d+)\.)?(.*)$/);
-      const title = block === undefined ? "Tables" : `Block ${block}`;
+    const split = (name) => name.match(/^(?:h\.(\d+)\.)?(.*)$/);
+    const rank = ({ name }, [, block = -1, inside] = split(name)) => 16 * block + ORDER.indexOf(inside.split(".").pop()) + 8 * inside.startsWith("mlp");
+    for (const tensor of masked.sort((a, b) => rank(a) - rank(b))) {
+      const [, block, inside] = split(tensor.name);
+      const title = block ? `Block ${block}` : "Tables";
       if (!groups[title]) {
         gallery.append(make("h3", title));
         groups[title] = gallery.appendChild(make("div", "", { className: "strip" }));
@@ -236,10 +238,10 @@
       const button = groups[title].appendChild(make("button", "", { type: "button" })), canvas = make("canvas");
       const kept = 1 - tensor.counts.reduce((total, one, code) => total + (table[code] ? 0 : one), 0) / tensor.codes.length;
       const side = Math.max(...tensor.shape) / Math.min(...tensor.shape);
-      button.style.flex = `${Math.min(side, 3)} 1 ${Math.min(6 * side, 14)}rem`;
+      button.style.flex = `${Math.min(side, 2)} 1 ${Math.min(5.6 * side, 12)}rem`;
       button.dataset.name = tensor.name;
       button.append(canvas, inside.replace("attn.c_attn.", ""),
-        make("small", `${tensor.shape.join(" × ")}, ${plain ? "keeps" : "not 0:"} ${(100 * kept).toFixed(1)} %`));
+        make("small", tensor.shape.map(show).join(" × ")), make("small", `${(100 * kept).toFixed(1)} % kept`));
       picture(canvas, tensor, factorsOf(tensor), 160);
       button.addEventListener("click", () => { choose(tensor); $("viewer").scrollIntoView({ block: "nearest" }); });
       await pause();

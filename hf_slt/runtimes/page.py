@@ -148,9 +148,10 @@ def _asset(name: str) -> str:
 
 
 def _lean(name: str) -> str:
-    """A script or style without indentation and lines that are comments: a quarter less."""
-    lines = (line.strip() for line in _asset(name).splitlines())
-    return "\n".join(line for line in lines if line and not line.startswith(("//", "/*")))
+    """A script or style without indentation and comments: a quarter less. Its strings hold no " //"."""
+    lines = (re.sub(r"(^|\s)//.*", "", line).strip() for line in _asset(name).splitlines())
+    text = "\n".join(line for line in lines if line)
+    return re.sub(r"(?<=[{};:,])\s+|\s+(?=[{};])", "", text) if name.endswith(".css") else text
 
 
 def _base64(data: bytes) -> str:
