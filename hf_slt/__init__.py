@@ -14,8 +14,7 @@ from .model.modeling_supermask_gpt2 import (
 )
 from .model.pretrained import NEEDS_PACKAGE, TicketPreTrainedModel
 from .model.ticket import DECODERS, OLDER, SLTError, TicketError
-from .sharing import named_masks
-from .sharing.entropy import decode_codes
+from .sharing import coded_files, named_masks
 from .sharing.export import HeadView, merge_and_unload, to_ternary
 from .sharing.hub import push_model
 from .sharing.mask_algebra import combine_tickets, compare_tickets, mask_arrays, ticket_of_masks
@@ -36,7 +35,7 @@ __all__ = [
     "verify_ticket",
 ]
 
-DECODERS["entropy"] = decode_codes
+DECODERS["entropy"] = coded_files
 OLDER[1] = from_version_1
 _methods = {
     "delete_mask": named_masks.delete_mask,

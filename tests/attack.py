@@ -46,6 +46,7 @@ from hf_slt import (
     verify_ticket,
 )
 from hf_slt.model.ticket import sha256
+from hf_slt.sharing.coded_files import deflate, inflate
 
 CONFIG, MASKS, MODEL = "config.json", "mask.safetensors", "model.safetensors"
 INDEX, GENERATION = "model.safetensors.index.json", "generation_config.json"
@@ -142,13 +143,15 @@ def take_apart(data: bytes) -> tuple[dict, dict, bytes]:
     """Table (with the metadata), the header of the ticket in it, and the tensors."""
     length = struct.unpack("<Q", data[:8])[0]
     table = json.loads(data[8 : 8 + length])
-    return table, json.loads(table["__metadata__"]["hf_slt"]), data[8 + length :]
+    text = table["__metadata__"]["hf_slt"]
+    return table, json.loads(text if text.startswith("{") else inflate(text, 1 << 24)), data[8 + length :]
 
 
 def put_together(table: dict, facts: Any, tensors: bytes) -> bytes:
     """With a digest of the header that is true."""
     text = to_text(facts)
-    table["__metadata__"] |= {"hf_slt": text, "hf_slt_sha256": sha256(text)}
+    coded = table["__metadata__"]["hf_slt"][0] != "{" and text.isascii()
+    table["__metadata__"] |= {"hf_slt": deflate(text) if coded else text, "hf_slt_sha256": sha256(text)}
     return with_table(to_text(table), tensors)
 
 
@@ -265,7 +268,7 @@ KEYS = """
     tie_word_embeddings qk_scale embedding_law embedding_range embedding_bits n_inner state density rule dtype
     torch_dtype attn_implementation _attn_implementation pruned_heads per_layer_config pad_token_id id2label
     add_cross_attention weight_generator quantization_config to_dict check tensor_names __class__ __dict__
-    attribute_map lm_head score wte h.0.attn.c_attn.query coded_masks data_offsets shape unknown
+    attribute_map lm_head score wte h.0.attn.c_attn.query coded coded_masks data_offsets shape unknown
 """.split()
 COMPUTING = """
     layer_norm layer_norm_epsilon activation_function scale_attn_weights n_embd n_layer vocab_size n_head seed

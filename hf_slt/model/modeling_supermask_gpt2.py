@@ -18,12 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    GenerationMixin,
-    GPT2ForSequenceClassification,
-    GPT2LMHeadModel,
-    GPT2Model,
-)
+from transformers import GenerationMixin, GPT2ForSequenceClassification, GPT2LMHeadModel, GPT2Model
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask

@@ -8,8 +8,8 @@
 (`save_pretrained` writes the same under transformers' own name, model.safetensors, which needs no index.)
 
 A mask is one code a weight, in bit planes (see `codes.py`). With `encoding` "packed" each mask is stored so;
-with "entropy" all masks stand in one tensor, `coded_masks` (see hf_slt/sharing/entropy.py). Digests are those
-of packed bytes in either case. Trained values are float32, or shorter (see `quantisation.py`).
+with "entropy" all data stand in one tensor, `coded` (see hf_slt/sharing/coded_files.py). Digests are those of
+packed bytes in either case. Trained values are float32, or shorter (see `quantisation.py`).
 
 The way in is one: `find_mask_file` finds the file, `read_header` its description, `read_ticket` all of it.
 The header is the authority: its tensors must be those that its configuration implies, and config.json and the
@@ -49,9 +49,9 @@ METADATA_KEY = "hf_slt"
 DIGEST_KEY = "hf_slt_sha256"  # of the text under METADATA_KEY
 DIGITS = 16  # of a tensor's digest that are stored; that of all masks has 64
 ENCODINGS = ("packed", "entropy")
-DECODERS: dict[str, Callable] = {}  # of encodings that need a library; the package puts them here
+DECODERS: dict[str, Any] = {}  # modules that read encodings which need a library; the package puts them here
 OLDER: dict[Any, Callable[[dict], dict]] = {}  # versions that the package can bring to the present one
-CODED_KEY = "coded_masks"  # where all masks stand in an entropy-coded file
+CODED_KEYS = ("coded", "coded_masks")  # where all data, or in version 1 all masks, of a coded file stand
 SCALES = "_scales"  # after the key of quantised values: where the scales of their rows stand
 _LONGEST_JSON = 64 << 20  # bytes; a header of a thousand tensors takes one
 _MOST_WEIGHTS = 512  # that a byte of a file may stand for; in a coded mask of density 0.0015 it is 500
@@ -59,8 +59,7 @@ _DTYPES = {"uint8": "U8", "int8": "I8", "float16": "F16", "float32": "F32"}  # a
 AGAIN = "download or copy the file again"  # the cure of all damage
 # Options that configurations of version 1 do not have, with the values that they stand for there.
 ADDED: dict[str, Any] = {"factors": [0.0, 1.0], "search": 1.0, "scales": "none", "scale_bits": 16}
-ADDED |= {"head_bias": False}
-ADDED |= dict.fromkeys("frozen_density densities mask_bits threshold n_of_m".split())
+ADDED |= {"head_bias": False} | dict.fromkeys("frozen_density densities mask_bits threshold n_of_m".split())
 # What may differ between config.json and the header: how a ticket is loaded, not what it computes.
 LOADING_KEYS = set("transformers_version architectures auto_map _name_or_path use_cache mask_digest".split())
 
@@ -189,10 +188,12 @@ def next_folder(folder: Path, config: Path | None = None) -> Path:
 def read_header(path: Path) -> Header:
     """The metadata of a mask file, checked in full against the file's own table; reads no tensor."""
     metadata, table = read_table(path)
-    text = metadata.get(METADATA_KEY)
+    text = stored = metadata.get(METADATA_KEY)
     if not isinstance(text, str):
         raise TicketError(f"{path}: no {METADATA_KEY!r} metadata; the file was not written by hf_slt")
-    if metadata != {"format": "pt", METADATA_KEY: text, DIGEST_KEY: sha256(text)}:
+    with contextlib.suppress(ValueError):
+        text = text if text.startswith("{") else _decoder(path, "entropy").inflate(text, _LONGEST_JSON)
+    if metadata != {"format": "pt", METADATA_KEY: stored, DIGEST_KEY: sha256(text)}:
         raise TicketError(f"{path}: the metadata do not have the digest they name; {AGAIN}")
     header = _parse_header(path, parse_json(path, text))
     entries = header.tensors.values()
@@ -200,14 +201,15 @@ def read_header(path: Path) -> Header:
     if described > _MOST_WEIGHTS * (size := path.stat().st_size):
         raise TicketError(f"{path}: {described:.0f} weights in {size} bytes: too many; pack it, or {AGAIN}")
     found = {key: (tuple(one["shape"]), one.get("dtype")) for key, one in table.items()}
+    coded = None if header.encoding == "packed" else CODED_KEYS[CODED_KEYS[1] in found]
     wanted = {
         key: (shape, _DTYPES[str(dtype)])
         for entry in entries
-        if not (entry.masked and header.encoding == "entropy")
+        if coded is None or (coded == CODED_KEYS[1] and not entry.masked)
         for key, (shape, dtype) in entry.stored().items()
     }
-    if header.encoding == "entropy":  # of any length
-        wanted[CODED_KEY] = (found.get(CODED_KEY, ((), ""))[0], "U8")
+    if coded is not None:  # of any length
+        wanted[coded] = (found.get(coded, ((), ""))[0], "U8")
     for key in sorted(wanted.keys() | found.keys()):
         if wanted.get(key) != found.get(key):
             shown = found.get(key, "missing"), wanted.get(key, "nothing of it")
@@ -230,15 +232,11 @@ def read_ticket(path: str | os.PathLike) -> Ticket:
 def ticket_and_faults(path: Path) -> tuple[Ticket, list[TicketError]]:
     """The ticket, and what is wrong with its arrays; a header that is wrong raises."""
     header = read_header(path)
-    if header.encoding not in ("packed", *DECODERS):  # this code came from the Hub by itself
-        cure = "pip install hf_slt, and import hf_slt; or ask for it stored by `slt pack --encoding packed`"
-        raise ImportError(f"{path}: masks with encoding {header.encoding!r} need the package: {cure}")
     arrays: dict[str, np.ndarray] = {}
     try:
         stored = load(path.read_bytes())
-        if header.encoding == "entropy":
-            counts = {name: entry.counts for name, entry in header.masked().items()}
-            arrays |= DECODERS["entropy"](stored[CODED_KEY], counts)
+        if header.encoding != "packed":
+            arrays |= _decoder(path, header.encoding).decode_file(stored, header.tensors)
     except (SafetensorError, OSError, ValueError) as error:
         return Ticket(path, header, {}), [TicketError(f"{path}: damaged ({error}); {AGAIN}")]
     faults, digests = [], {}
@@ -263,6 +261,13 @@ def ticket_and_faults(path: Path) -> tuple[Ticket, list[TicketError]]:
         differ = f"digest {found[:8]}... of all masks is not the {header.mask_digest[:8]}... in its metadata"
         faults.append(TicketError(f"{path}: {differ}; {AGAIN}"))
     return Ticket(path, header, arrays), faults
+
+
+def _decoder(path: Path, encoding: str) -> Any:
+    if encoding not in DECODERS:  # this code came from the Hub by itself
+        cure = "pip install hf_slt, and import hf_slt; or ask for it stored by `slt pack --encoding packed`"
+        raise ImportError(f"{path}: masks with encoding {encoding!r} need the package: {cure}")
+    return DECODERS[encoding]
 
 
 def read_table(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -23,7 +23,7 @@ from ..model.layers import FORWARDS, TicketLayer
 from ..model.quantisation import BITS, dequantise, largest_code
 from ..model.random_weights import digest
 from ..model.ticket import (
-    CODED_KEY,
+    CODED_KEYS,
     CONFIG_FILE,
     DIGEST_KEY,
     DIGITS,
@@ -42,7 +42,7 @@ from ..model.ticket import (
     read_json,
     sha256,
 )
-from .entropy import encode_codes
+from .coded_files import deflate, encode_file
 from .files import copy_own_file, staged
 from .verify import verified_ticket
 
@@ -236,16 +236,16 @@ def write_masks(
         key = str(entry.key)
         if entry.bits in BITS:
             stored[key], stored[key + SCALES] = quantise(array, entry.bits)
-        elif not (entry.masked and header.encoding == "entropy"):
+        else:
             stored[key] = array.astype(np.float16) if entry.bits == 16 else array
-    if header.encoding == "entropy":
-        counts: Any = {name: entry.counts for name, entry in header.masked().items()}
-        stored[CODED_KEY] = encode_codes({name: arrays[name] for name in counts}, counts)
     facts = asdict(header)
     for name, entry in facts["tensors"].items():  # without what does not apply: small tickets are small files
         facts["tensors"][name] = {key: one for key, one in entry.items() if one is not None}
     text = json.dumps(facts, sort_keys=True, separators=(",", ":"))
     metadata = {"format": "pt", METADATA_KEY: text, DIGEST_KEY: sha256(text)}
+    if header.encoding == "entropy":
+        stored = {CODED_KEYS[0]: encode_file(stored, header.tensors)}
+        metadata[METADATA_KEY] = deflate(text)
     (directory / file_name).write_bytes(_in_order(save(stored, metadata)))
     read_header(directory / file_name)  # nothing is saved that would not load
     if file_name == MODEL_FILE:

@@ -112,8 +112,7 @@ def work(monkeypatch):
 
     count(TensorSpec, "draw", lambda spec: spec.name)
     count(Path, "read_bytes", lambda path: path.name)
-    decode = ticket.DECODERS["entropy"]
-    monkeypatch.setitem(ticket.DECODERS, "entropy", lambda *args: done.update(["decoded"]) or decode(*args))
+    count(ticket.DECODERS["entropy"], "decode_file", lambda *_: "decoded")
     for module in (ticket, layers):
         count(module, "digest", lambda array: f"{array.dtype} hashed")
     return done

@@ -21,6 +21,7 @@ from hf_slt import SupermaskGPT2LMHeadModel, TicketError, verify_ticket
 from hf_slt.model import ticket as ticket_module
 from hf_slt.model.codes import pack_codes, unpack_codes
 from hf_slt.model.random_weights import GENERATOR, draw
+from hf_slt.sharing.coded_files import deflate, inflate
 from hf_slt.sharing.files import staged
 from hf_slt.sharing.mask_algebra import rewrite_ticket
 from hf_slt.sharing.verify import find_faults
@@ -146,13 +147,15 @@ def rewrite(folder: Path, change, facts_change=None, name="mask.safetensors"):
     """Store other tensors or metadata, with a valid safetensors file around them."""
     with safe_open(folder / name, "np") as file:
         metadata = file.metadata()
-    arrays, facts = load_file(folder / name), json.loads(metadata["hf_slt"])
+    arrays, coded = load_file(folder / name), not metadata["hf_slt"].startswith("{")
+    facts = json.loads(inflate(metadata["hf_slt"], 1 << 20) if coded else metadata["hf_slt"])
     change(arrays)
     if facts_change:
         facts_change(facts)
     text = json.dumps(facts)
     digest = hashlib.sha256(text.encode()).hexdigest()
-    save_file(arrays, folder / name, metadata={**metadata, "hf_slt": text, "hf_slt_sha256": digest})
+    stored = {"hf_slt": deflate(text) if coded else text, "hf_slt_sha256": digest}
+    save_file(arrays, folder / name, metadata=metadata | stored)
 
 
 def flip_in_file(folder, place=-100):
