@@ -535,18 +535,24 @@ const SLT = (() => {
     silu: (x) => x / (1 + Math.exp(-x)),
   };
 
-  // y = matrix @ x, the matrix (outputs, inputs) in rows
+  // y = matrix @ x, the matrix (outputs, inputs) in rows, of which four go at a time
   function multiply({ weights, inputs }, x, y) {
-    for (let row = 0, at = 0; row < y.length; row++) {
-      let a = 0, b = 0, c = 0, d = 0, i = 0;
-      for (; i + 3 < inputs; i += 4, at += 4) {
-        a += weights[at] * x[i];
-        b += weights[at + 1] * x[i + 1];
-        c += weights[at + 2] * x[i + 2];
-        d += weights[at + 3] * x[i + 3];
+    let row = 0;
+    for (; row + 3 < y.length; row += 4) {
+      const p = row * inputs, q = p + inputs, r = q + inputs, s = r + inputs;
+      let a = 0, b = 0, c = 0, d = 0;
+      for (let i = 0; i < inputs; i++) {
+        const one = x[i];
+        a += weights[p + i] * one;
+        b += weights[q + i] * one;
+        c += weights[r + i] * one;
+        d += weights[s + i] * one;
       }
-      for (; i < inputs; i++, at++) a += weights[at] * x[i];
-      y[row] = a + b + (c + d);
+      y[row] = a; y[row + 1] = b; y[row + 2] = c; y[row + 3] = d;
+    }
+    for (; row < y.length; row++) {
+      y[row] = 0;
+      for (let i = 0; i < inputs; i++) y[row] += weights[row * inputs + i] * x[i];
     }
   }
 
@@ -560,7 +566,7 @@ const SLT = (() => {
       this.positions = config.n_positions;
       this.act = ACTIVATIONS[config.activation_function];
       this.table = config.factors;
-      const floats = (n) => new Float32Array(n);
+      const floats = (n) => new Float64Array(n); // as JavaScript computes; only weights are shorter
       this.x = floats(width); this.normed = floats(width); this.out = floats(width);
       this.query = floats(heads * this.qk); this.mixed = floats(heads * this.v); this.inner = floats(inner);
       this.shares = floats(this.positions); this.logits = floats(config.vocab_size);

@@ -222,9 +222,9 @@
     const own = model, table = model.table, gallery = document.createDocumentFragment(), groups = {};
     readColours();
     const plain = `${table}` === "0,1";
-    $("legend").textContent = (plain ? "Dark points are weights that the mask keeps, light ones are dropped."
-      : `The mask multiplies each weight by one of ${table.join(", ")}: the darker, the larger; orange turns the sign.`) +
-      " Choose a tensor, then a weight: by a click, or by the arrow keys in the lens.";
+    $("legend").textContent = (plain ? "Points are weights that the mask keeps."
+      : `The mask multiplies each weight by one of ${table.join(", ")}: the stronger a point, the larger; orange turns the sign.`) +
+      " Under the lens, blue weights are positive, orange ones negative, pale ones dropped: click one, or use the arrow keys.";
     const masked = Object.values(ticket.tensors).filter((one) => one.codes);
     const split = (name) => name.match(/^(?:h\.(\d+)\.)?(.*)$/);
     const rank = ({ name }, [, block = -1, inside] = split(name)) => 16 * block + ORDER.indexOf(inside.split(".").pop()) + 8 * inside.startsWith("mlp");

@@ -148,10 +148,24 @@ def _asset(name: str) -> str:
 
 
 def _lean(name: str) -> str:
-    """A script or style without indentation and comments: a quarter less. Its strings hold no " //"."""
+    """A script or style without comments and needless spaces: a third less, and still to be read.
+
+    Our scripts have strings in double quotes or backticks that end on their line and hold no " //".
+    """
     lines = (re.sub(r"(^|\s)//.*", "", line).strip() for line in _asset(name).splitlines())
-    text = "\n".join(line for line in lines if line)
-    return re.sub(r"(?<=[{};:,])\s+|\s+(?=[{};])", "", text) if name.endswith(".css") else text
+    pattern, marks = (
+        re.compile(r"/\S"),
+        ("{}()[];:,=<>?*&|!",) * 2,
+    )  # a division has spaces, a pattern has none
+    if name.endswith(".css"):  # where " :" begins a selector
+        pattern, marks = re.compile("$."), ("{};:,", "{};,")
+    return "\n".join(line if pattern.search(line) else _squeeze(line, *marks) for line in lines if line)
+
+
+def _squeeze(line: str, after: str, before: str) -> str:
+    """A line without spaces after or before these marks, except in strings."""
+    spaces = rf"(\"[^\"]*\"|`[^`]*`)|(?<=[{re.escape(after)}])\s+|\s+(?=[{re.escape(before)}])"
+    return re.sub(spaces, lambda match: match[1] or "", line)
 
 
 def _base64(data: bytes) -> str:
