@@ -81,6 +81,8 @@
     $("status").textContent = "Get the page again from where it came from.";
     $("text").replaceChildren();
     $("speed").textContent = "";
+    const row = document.querySelector(".bad")?.parentNode;
+    if (row) document.querySelector(".scroll").scrollTop = row.offsetTop - 60;
   }
 
   function tellNumbers(ticket) {
