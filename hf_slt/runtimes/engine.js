@@ -576,18 +576,20 @@ const SLT = (() => {
       this.length = 0; // tokens read
     }
 
-    // The matrices of a mask: the trained one, or with a seed a random one of the same counts.
+    // The matrices of a mask: the trained one, or with a seed a random one of the same counts. False if another
+    // mask was asked for in the meantime.
     async setMask(seed = null, pause = () => {}) {
-      this.codes = {};
-      const matrices = {};
+      const turn = (this.turn = {}), codes = {}, matrices = {};
       for (const tensor of Object.values(this.ticket.tensors)) {
         if (tensor.shape[0] === 1 && !tensor.law) continue; // scales, gains, biases
-        this.codes[tensor.name] = tensor.codes && seed !== null ? shuffled(tensor, seed) : tensor.codes;
-        matrices[tensor.name] = this.matrix(tensor);
+        codes[tensor.name] = tensor.codes && seed !== null ? shuffled(tensor, seed) : tensor.codes;
+        matrices[tensor.name] = this.matrix(tensor, codes[tensor.name]);
         await pause();
       }
-      this.matrices = matrices;
+      if (turn !== this.turn) return false;
+      Object.assign(this, { codes, matrices });
       this.reset();
+      return true;
     }
 
     // One weight as the model computes with it, and all that it is made of.
@@ -604,8 +606,8 @@ const SLT = (() => {
       return scales[scales.length > 1 ? output : 0];
     }
 
-    matrix(tensor) {
-      const found = factors(tensor, this.codes[tensor.name], this.table), [rows, columns] = tensor.shape;
+    matrix(tensor, codes) {
+      const found = factors(tensor, codes, this.table), [rows, columns] = tensor.shape;
       const source = tensor.drawn ?? tensor.values, inside = tensor.name.startsWith("h.");
       const scaled = this.ticket.tensors[tensor.name + ".scale"], weights = new Float32Array(tensor.size);
       for (let row = 0, i = 0; row < rows; row++) {

@@ -9,6 +9,7 @@
   const CELLS = 17; // of the lens, a side
   const ORDER = "wte wpe lm_head query key value c_fc c_proj".split(" ");
   let model = null, tokenizer = null, random = null, writing = null, draws = 0, colours = {};
+  let hanging = null; // the last who began to hang pictures
   let look = null; // what is looked into: tensor, its factors and codes, row and column
 
   // The browser gets its turn when it has waited for a frame or two.
@@ -22,7 +23,8 @@
   // -- the ticket ------------------------------------------------------------------------------------
 
   async function start(bytes) {
-    model = null;
+    model = hanging = null;
+    $("status").textContent = "Drawing the weights and checking every digest …";
     for (const one of document.querySelectorAll("#go, #flip, .switch input")) one.disabled = true;
     $("alarm").hidden = true;
     $("viewer").hidden = true;
@@ -39,7 +41,6 @@
       cell.className = good ? "good" : "bad";
       cell.textContent = good ? `✓ ${found.slice(0, 16)}` : `✗ ${found.slice(0, 16)} is not ${told.slice(0, 16)}`;
       $("digests").textContent = `${right} of ${all}`;
-      $("status").textContent = `Drawing weights and checking digests: ${name}`;
       await pause();
     }
     const ticket = await SLT.open(bytes, { tell, pause });
@@ -138,7 +139,7 @@
     };
     for (;;) {
       const id = SLT.sample(logits, { ...options, step: written });
-      if (id === config.eos_token_id) { end = " The text ended itself."; break; }
+      if ([config.eos_token_id].flat().includes(id)) { end = " The text ended itself."; break; }
       text += decoder.decode(tokenizer.decode(id), { stream: true });
       written++;
       if (performance.now() - last > 24) tell();
@@ -167,12 +168,10 @@
   });
   $("form").addEventListener("change", async (event) => {
     if (event.target.name !== "mask" || !model) return;
-    stop();
     const current = model;
     random = event.target.value === "random" ? 1 : null;
-    $("status").textContent = "Applying the mask …";
-    await current.setMask(random, pause);
-    if (current !== model) return;
+    if (!(await current.setMask(random, pause)) || current !== model) return; // another was asked for since
+    stop();
     $("status").textContent = random === null ? "The trained mask is in place." : "A random mask is in place: as many weights of each kind, none of them chosen.";
     hang(model.ticket);
     if (draws) write(draws); // the same draw, so that only the mask differs
@@ -215,13 +214,14 @@
       image.data.set([...mix(colours.card, ink, (sums[at] / many[at]) * 0.9), 255], 4 * at);
     }
     context.putImageData(image, 0, 0);
+    return image;
   }
 
   const factorsOf = (tensor) => SLT.factors(tensor, model.codes[tensor.name], model.table);
 
   // All pictures, block by block.
   async function hang(ticket) {
-    const own = model, table = model.table, gallery = document.createDocumentFragment(), groups = {};
+    const own = (hanging = {}), table = model.table, gallery = document.createDocumentFragment(), groups = {};
     readColours();
     const plain = `${table}` === "0,1";
     $("legend").textContent = (plain ? "Points are weights that the mask keeps."
@@ -247,7 +247,7 @@
       picture(canvas, tensor, factorsOf(tensor), 160);
       button.addEventListener("click", () => { choose(tensor); $("viewer").scrollIntoView({ block: "nearest" }); });
       await pause();
-      if (own !== model) return;
+      if (own !== hanging) return;
     }
     $("gallery").replaceChildren(gallery);
     const before = look && ticket.tensors[look.tensor.name];
@@ -263,6 +263,7 @@
     $("tensor").textContent = `${tensor.name}, ${tensor.shape.map(show).join(" × ")}, ${tensor.law} law, ${random === null ? "trained" : "random"} mask`;
     $("row").max = tensor.shape[0] - 1;
     $("column").max = tensor.shape[1] - 1;
+    look.image = picture($("whole"), tensor, found, 512);
     focus();
   }
 
@@ -277,11 +278,11 @@
     const [wide, tall] = across ? [rows, columns] : [columns, rows], [x, y] = across ? [row, column] : [column, row];
     const left = within(x - (CELLS >> 1), Math.max(1, wide - CELLS + 1)), top = within(y - (CELLS >> 1), Math.max(1, tall - CELLS + 1));
     Object.assign(look, { left, top });
-    picture($("whole"), tensor, found, 512);
-    const whole = $("whole").getContext("2d"), across1 = $("whole").width / wide, down1 = $("whole").height / tall;
+    const whole = $("whole").getContext("2d"), right = $("whole").width / wide, down = $("whole").height / tall;
+    whole.putImageData(look.image, 0, 0);
     whole.strokeStyle = `rgb(${colours.accent})`;
     whole.lineWidth = 2;
-    whole.strokeRect(left * across1, top * down1, Math.max(4, CELLS * across1), Math.max(4, CELLS * down1));
+    whole.strokeRect(left * right, top * down, Math.max(4, CELLS * right), Math.max(4, CELLS * down));
     lens.clearRect(0, 0, $("lens").width, $("lens").height);
     const largest = Math.max(...model.table.map(Math.abs)) * (tensor.law === "normal" ? 2.5 : 1);
     const unit = tensor.law === "xavier_uniform" ? Math.sqrt(6 / (rows + columns)) * tensor.scale : tensor.scale;

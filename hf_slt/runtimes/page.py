@@ -23,6 +23,13 @@ from ..sharing.verify import mask_path, verified_ticket
 
 ACTIVATIONS = ("gelu_new", "gelu", "relu", "silu")  # those of engine.js
 _ARCHITECTURE = "SupermaskGPT2LMHeadModel"
+# What is kept (a line with a regular expression, in which a slash has no space after it; a string), or a space
+# that means nothing. In a style " :" begins a selector, in a script "+ +" is not "++".
+_SPACES = {
+    ".js": r"""(^.*/\S.*$|"[^"]*"|`[^`]*`)|(?<=[][{}();:,=<>?*&|!])\s+|\s+(?=[][{}();:,=<>?*&|!])"""
+    r"""|(?<=[^+-])\s+(?=[+-][^+-])|(?<=[^+-][+-])\s+(?=[^+-])""",
+    ".css": r"""("[^"]*")|(?<=[{};:,])\s+|\s+(?=[{};,])""",
+}
 
 
 def write_page(folder: str | os.PathLike, output: str | os.PathLike, **options: str | None) -> Path:
@@ -152,20 +159,9 @@ def _lean(name: str) -> str:
 
     Our scripts have strings in double quotes or backticks that end on their line and hold no " //".
     """
+    spaces = _SPACES[Path(name).suffix]
     lines = (re.sub(r"(^|\s)//.*", "", line).strip() for line in _asset(name).splitlines())
-    pattern, marks = (
-        re.compile(r"/\S"),
-        ("{}()[];:,=<>?*&|!",) * 2,
-    )  # a division has spaces, a pattern has none
-    if name.endswith(".css"):  # where " :" begins a selector
-        pattern, marks = re.compile("$."), ("{};:,", "{};,")
-    return "\n".join(line if pattern.search(line) else _squeeze(line, *marks) for line in lines if line)
-
-
-def _squeeze(line: str, after: str, before: str) -> str:
-    """A line without spaces after or before these marks, except in strings."""
-    spaces = rf"(\"[^\"]*\"|`[^`]*`)|(?<=[{re.escape(after)}])\s+|\s+(?=[{re.escape(before)}])"
-    return re.sub(spaces, lambda match: match[1] or "", line)
+    return "\n".join(re.sub(spaces, lambda found: found[1] or "", line) for line in lines if line)
 
 
 def _base64(data: bytes) -> str:
