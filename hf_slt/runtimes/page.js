@@ -97,7 +97,7 @@
     const learned = ["a mask"];
     if (trained((name) => /^(wte|wpe|lm_head)$/.test(name))) learned.push("its embeddings");
     if (trained((name) => /scale$|ln_|head_bias/.test(name))) learned.push("a few scales");
-    const what = learned.join(learned.length > 2 ? ", " : " and ");
+    const what = new Intl.ListFormat("en").format(learned);
     $("lead").textContent = `This page is a language model with ${show(weights)} weights that were never trained. ` +
       `It has just drawn them from the seed ${ticket.seed}. All that was learned is ${what}, ` +
       `${show(ticket.bytes)} bytes, and it is inside this page.`;
@@ -281,7 +281,7 @@
     const whole = $("whole").getContext("2d"), right = $("whole").width / wide, down = $("whole").height / tall;
     whole.putImageData(look.image, 0, 0);
     whole.strokeStyle = `rgb(${colours.accent})`;
-    whole.lineWidth = 2;
+    whole.lineWidth = Math.max(1, Math.min(3, $("whole").width / 64));
     whole.strokeRect(left * right, top * down, Math.max(4, CELLS * right), Math.max(4, CELLS * down));
     lens.clearRect(0, 0, $("lens").width, $("lens").height);
     const largest = Math.max(...model.table.map(Math.abs)) * (tensor.law === "normal" ? 2.5 : 1);
@@ -299,9 +299,9 @@
     lens.lineWidth = 4;
     lens.strokeRect((x - left) * size + 1, (y - top) * size + 1, size - 2, size - 2);
     const one = model.weight(tensor, found, row * columns + column, codes[row * columns + column]);
-    const number = (value) => value.toPrecision(4).replace("-", "−");
-    const how = one.code >= 0 ? `code ${one.code} stands for the factor ${one.factor}` : one.factor ? "kept for good, not searched" : "dropped for good, not searched";
-    const scaled = one.scale === 1 ? "" : ` times the learned scale ${number(one.scale)}`;
+    const minus = (text) => `${text}`.replace("-", "−"), number = (value) => minus(value.toPrecision(4));
+    const how = one.code >= 0 ? `code ${one.code} stands for the factor ${minus(one.factor)}` : one.factor ? "kept for good, not searched" : "dropped for good, not searched";
+    const scaled = one.scale === 1 ? "" : `; the learned scale is ${number(one.scale)}`;
     $("cell").textContent = `Row ${row}, column ${column}: drawn ${number(one.drawn)}; ${how}${scaled}; the weight is ${number(one.weight)}.`;
     $("row").value = row;
     $("column").value = column;

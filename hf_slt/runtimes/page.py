@@ -23,8 +23,8 @@ from ..sharing.verify import mask_path, verified_ticket
 
 ACTIVATIONS = ("gelu_new", "gelu", "relu", "silu")  # those of engine.js
 _ARCHITECTURE = "SupermaskGPT2LMHeadModel"
-# What is kept (a line with a regular expression, in which a slash has no space after it; a string), or a space
-# that means nothing. In a style " :" begins a selector, in a script "+ +" is not "++".
+# Kept: strings, and lines with a regular expression, whose slash has no space after it. Dropped: spaces that
+# mean nothing. In a style " :" begins a selector, in a script "+ +" is not "++".
 _SPACES = {
     ".js": r"""(^.*/\S.*$|"[^"]*"|`[^`]*`)|(?<=[][{}();:,=<>?*&|!])\s+|\s+(?=[][{}();:,=<>?*&|!])"""
     r"""|(?<=[^+-])\s+(?=[+-][^+-])|(?<=[^+-][+-])\s+(?=[^+-])""",
