@@ -27,7 +27,9 @@ def run(args: argparse.Namespace) -> int:
     if args.version:
         print(f"hf_slt {__version__}")
         return 0
-    commands = (inspect, verify, diff, combine, pack, page, push, merge, generate, evaluate, curvature)
+    commands = (
+        inspect, verify, diff, combine, pack, push, merge, export, page, generate, evaluate, curvature,
+    )  # fmt: skip
     try:
         return {one.__name__: one for one in commands}[args.command](args) or 0
     except BrokenPipeError:  # the reader has seen enough, as in `slt inspect ... | head`
@@ -260,6 +262,20 @@ def merge(args: argparse.Namespace) -> None:
         for name in TOKENIZER_FILES:
             copy_own_file(folder / name, stage)
     print(f"{args.output}: {type(stock).__name__}, {stock.num_parameters():,} parameters")
+
+
+def export(args: argparse.Namespace) -> None:
+    """Write a ticket as a GGUF file, and print which type its weights got and what was rounded."""
+    from transformers.utils import logging
+
+    from .runtimes.llama_cpp import export_gguf
+    from .sharing.hub import fetch_ticket
+
+    folder = fetch_ticket(args.ticket, revision=args.revision, token=args.token)
+    if not _is_supermask(folder):
+        raise SLTError(f"{args.ticket}: not a supermask GPT-2; llama.cpp's own converter takes others")
+    logging.disable_progress_bar()
+    print(export_gguf(folder, args.output, args.type, args.tokenizer))
 
 
 def generate(args: argparse.Namespace) -> None:

@@ -211,6 +211,14 @@ def slt_parser() -> OptionParser:
     one.add_argument("output", metavar="OUT", help="folder of the checkpoint")
     remote(one)
 
+    one = command("export", "write a ticket as a GGUF file, which llama.cpp runs")
+    ticket(one)
+    one.add_argument("output", metavar="OUT.gguf", help="the file")
+    types = "of the weights: f32, f16, tq2_0, tq1_0, q2_0; auto: the smallest that holds them"
+    one.add_argument("--type", default="auto", metavar="TYPE", help=types)
+    tokenizer(one)
+    remote(one)
+
     one = command("page", "write a ticket as one HTML file that runs in a browser, without a network")
     ticket(one)
     one.add_argument("output", metavar="OUT", help="the file, such as page.html")

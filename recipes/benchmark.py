@@ -8,8 +8,9 @@ seconds. A ratio is ours over theirs: below 1 is less time, memory or bytes than
 JSON file is updated: rows that were measured replace their predecessors, the others stay.
 
 Apart from the table are `--only tricks`, what each speed trick of the training step is worth, switched off
-alone (a ratio above 1 is what it saves); `--only rules`, a step of every rule; and `--only ternary`, ways to
-run a ticket of weights {-c, 0, +c} below the cost of dense float32.
+alone (a ratio above 1 is what it saves); `--only rules`, a step of every rule; `--only ternary`, ways to run
+a ticket of weights {-c, 0, +c} below the cost of dense float32; and `--only llama`, one in llama.cpp (pip
+install 'hf_slt[llama]' xllamacpp).
 """
 
 import argparse
@@ -20,6 +21,7 @@ import json
 import multiprocessing
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -59,6 +61,7 @@ SIZES = {
         "step": TINY,
         "tokens": 128,
         "ticket": TINY,
+        "llama": {**TINY, "n_embd": 256},  # blocks of 256
         "generated": 8,
         "grown": [(1, 64, 256), (2, 128, 512), (4, 192, 1024)],
     },
@@ -68,6 +71,7 @@ SIZES = {
         "step": {"n_layer": 4, "n_embd": 512, "n_head": 8},
         "tokens": 1024,
         "ticket": {},  # GPT-2 small
+        "llama": {},
         "generated": 32,
         # layers, width, vocabulary: 1, 7, 50 and 355 million weights
         "grown": [(4, 128, 2048), (6, 320, 2048), (12, 576, 4096), (24, 1024, 50257)],
@@ -363,6 +367,51 @@ if find_spec("torchao"):  # pip install torchao
 FROM_TICKET = ("ticket", "to_ternary")
 
 
+# -- the same in llama.cpp --------------------------------------------------------------------------------
+
+
+def gguf_files(config: SupermaskGPT2Config, ticket: Path, folder: Path) -> dict[str, Path]:
+    """The ticket in two types, and a dense model of its shape in 4 bits a weight."""
+    from hf_slt.runtimes.llama_cpp import export_gguf, read_vocabulary, write_gguf
+    from hf_slt.text.blocks import train_tokenizer
+
+    words = train_tokenizer(["a a"], 258, 64)  # rows that no token has are filled up
+    words.save_pretrained(ticket)
+    files = {name: folder / f"{name}.gguf" for name in ("tq2_0", "f16", "dense", "q4_0")}
+    for name in ("tq2_0", "f16"):
+        export_gguf(ticket, files[name], name)
+    write_gguf(GPT2LMHeadModel(dense_twin(config).config), read_vocabulary(words), files["dense"], "f32")
+    in_4_bits(files.pop("dense"), files["q4_0"])
+    return files
+
+
+def in_4_bits(source: Path, target: Path) -> None:
+    """A GGUF file with its matrices in Q4_0."""
+    import gguf
+
+    reader, writer = gguf.GGUFReader(source), gguf.GGUFWriter(target, "gpt2")
+    for field in reader.fields.values():
+        if not field.name.startswith("GGUF.") and field.name != "general.architecture":
+            kind = field.types[-1] if len(field.types) > 1 else None
+            writer.add_key_value(field.name, field.contents(), field.types[0], kind)
+    for one in reader.tensors:
+        if one.data.ndim == 2 and one.name != "position_embd.weight":
+            kind = gguf.GGMLQuantizationType.Q4_0
+            writer.add_tensor(one.name, gguf.quantize(one.data, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(one.name, one.data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def memory_in_llama(path: Path, new: int, threads: int) -> float:
+    program = [sys.executable, Path(__file__).with_name("llama_generate.py"), path, "--repeats", "1"]
+    words = [*program, "--new", new, "--threads", threads]
+    return json.loads(subprocess.check_output(list(map(str, words))))["peak_bytes"]
+
+
 # -- rows -----------------------------------------------------------------------------------------------
 
 
@@ -565,12 +614,41 @@ class Benchmarks:
                 details = {"memory_ratio": memory / dense_memory, "tokens": same}
                 yield kind, (f"{kind}: {new} tokens, batch 1", "stock GPT-2, float32", None, pair, details)
 
+    def llama(self):
+        """The ticket in llama.cpp, against stock GPT-2 in transformers and a dense one in llama.cpp."""
+        from llama_generate import generation as in_llama
+
+        new, threads = self.size["generated"], torch.get_num_threads()
+        config = SupermaskGPT2Config(**NO_DROPOUT, **self.size["llama"], law="signed_constant")
+        with saved(config) as (ticket, stock), torch.inference_mode():
+            files = gguf_files(config, ticket, stock)
+            runs = {name: in_llama(path, new, threads) for name, path in files.items()}
+            memory = {name: memory_in_llama(path, new, threads) for name, path in files.items()}
+            bytes = {name: path.stat().st_size for name, path in files.items()}
+            memory["stock"] = in_fresh_process(memory_of_generation, stock, "stock float32", new)[0]
+            bytes["stock"] = (stock / "model.safetensors").stat().st_size
+            runs["stock"] = generation(GPT2LMHeadModel.from_pretrained(stock).eval(), 1, new)
+            seconds = dict(zip(runs, interleaved(list(runs.values()), self.repeats), strict=True))
+        named = {"stock": "stock GPT-2 in transformers, float32", "q4_0": "dense Q4_0 in llama.cpp"}
+        reach = {"tq2_0 against stock": 1 / 4, "f16 against stock": None, "q4_0 against stock": None}
+        for name, goal in {**reach, "tq2_0 against q4_0": 1.0}.items():
+            ours, theirs = name.split(" against ")
+            pair = [seconds[ours], seconds[theirs]]
+            details = {
+                "tokens_per_second": [new / one for one in pair],
+                "memory": [memory[ours], memory[theirs]],
+                "memory_ratio": memory[ours] / memory[theirs],
+                "bytes": [bytes[ours], bytes[theirs]],
+            }
+            what = named.get(ours, f"ticket {ours.upper()} in llama.cpp")
+            yield name, (f"{what}: {new} tokens, batch 1", named[theirs], goal, pair, details)
+
 
 ROWS = (
     "step step_accum edge_popup step_memory select draw load first_token bytes generate_b1 generate_b8 "
     "generate_memory growth"
 ).split()
-APART = ("tricks", "rules", "ternary")
+APART = ("tricks", "rules", "ternary", "llama")
 
 
 def machine() -> str:
@@ -612,6 +690,8 @@ def table(rows: list[dict]) -> str:
             what += f"; memory {details['memory_ratio']:.2f}"
         if details.get("optimizer_ratio", 1) < 1:
             what += f"; optimizer memory {details['optimizer_ratio']:.2f}"
+        if "tokens_per_second" in details:
+            what += "; {:.0f} tokens a second against {:.0f}".format(*details["tokens_per_second"])
         if "tokens" in details:
             what += f", greedy tokens {details['tokens']}"
         lines.append(f"| {what} | {row['baseline']} | {row['ratio']:.3f} | {reach} |")

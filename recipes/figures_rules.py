@@ -6,9 +6,7 @@
     python recipes/figures_rules.py --preset full --train_files a.txt    # the whole comparison: days
 
 Every contestant gets the width at which its file has the bytes asked for: a rule with more bits a weight is a
-narrower model. Files are entropy-coded tickets, all of them counted: codes, scales, description. Dense rivals
-are trained with rounding in the loop, int4 in groups of 64 with a scale each, or ternary with a scale a row;
-their bytes are those of codes and scales, without any description.
+narrower model. What counts as bytes, and what dense rivals are, is in rivals.py.
 
 The rate of each contestant is searched first, among RATES, on the smallest budget of bytes and the fewest
 steps, seed 0; the comparison runs with the best of them. Every run is one record in results/.
@@ -16,23 +14,14 @@ steps, seed 0; the comparison runs with the best of them. Every run is one recor
 rules.png    validation loss against bytes, a line a contestant; one panel for each number of steps
 """
 
-import math
 import statistics
-import tempfile
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import studies
-from studies import Point, Record, Study, line, panels
-from torch import Tensor, nn
-from torch.nn.utils import parametrize
-from train_gpt2_slt import train
-
-from hf_slt.model.ticket import MASK_FILE
-from hf_slt.training.run import Run
+from rivals import measure
+from studies import Point, Study, line, panels
 
 BASE = {
     "scale_with_width": True,
@@ -107,107 +96,6 @@ def width_for(name: str, budget: int) -> int:
         return (blocks + rows * width) * bits / 8 + outputs + described
 
     return min(range(8, 513, 4), key=lambda width: abs(size(width) - budget))
-
-
-# -- dense rivals ------------------------------------------------------------------------------------------
-
-
-class Rounded(nn.Module):
-    """A weight as it will be stored: in the forward rounded, in the backward passed through."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind = kind
-
-    def forward(self, weight: Tensor) -> Tensor:
-        rounded = (int4 if self.kind == "int4" else ternary)(weight.detach())[0]
-        return weight + (rounded - weight).detach()
-
-
-def int4(weight: Tensor) -> tuple[Tensor, int]:
-    """Integers -7 .. 7 and a float16 scale for every 64 of them; with the bytes they take."""
-    flat = nn.functional.pad(weight.reshape(-1), (0, -weight.numel() % 64)).view(-1, 64)
-    scale = (flat.abs().amax(1, keepdim=True) / 7).half().float().clamp(min=2.0**-24)
-    back = ((flat / scale).round().clamp(-7, 7) * scale).view(-1)[: weight.numel()].view_as(weight)
-    return back, math.ceil(weight.numel() / 2) + 2 * len(flat)
-
-
-def ternary(weight: Tensor) -> tuple[Tensor, int]:
-    """-1, 0, 1 times a float16 scale for every row: the mean magnitude, as in BitNet b1.58."""
-    scale = weight.abs().mean(1, keepdim=True).half().float().clamp(min=2.0**-24)
-    codes = (weight / scale).round().clamp(-1, 1)
-    shares = [float((codes == one).float().mean()) for one in (-1, 0, 1)]
-    bits = -sum(share * math.log2(share) for share in shares if share)
-    return codes * scale, math.ceil(weight.numel() * bits / 8) + 2 * len(weight)
-
-
-class RoundedRun(Run):
-    """A run of stock GPT-2 whose matrices are rounded in every forward."""
-
-    rounding = "int4"
-
-    def _prepare(self, model: nn.Module) -> tuple[Any, Any]:
-        for module in list(model.modules()):
-            weight = getattr(module, "weight", None)
-            if isinstance(weight, nn.Parameter) and weight.dim() == 2 and module is not model.lm_head:
-                parametrize.register_parametrization(module, "weight", Rounded(self.rounding))
-        model.lm_head = TiedHead(model.transformer.wte)
-        return super()._prepare(model)
-
-    def bytes(self) -> int:
-        """Of codes and scales; vectors are float16."""
-        model = self.accelerator.unwrap_model(self.model)
-        stored = int4 if self.rounding == "int4" else ternary
-        weights = [weight.detach() for weight in model.parameters()]
-        return sum(stored(one)[1] if one.dim() == 2 else 2 * one.numel() for one in weights)
-
-
-class TiedHead(nn.Module):
-    """The head of a table that is rounded: the same rounded table."""
-
-    def __init__(self, table: nn.Module) -> None:
-        super().__init__()
-        self._table = (table,)  # a tuple hides it: it is the model's
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return nn.functional.linear(hidden, self._table[0].weight)
-
-
-# -- one run -----------------------------------------------------------------------------------------------
-
-
-def measure(rounding: str | None = None, **settings: Any) -> Record:
-    """Run a point; what is kept of it."""
-    started = time.process_time()
-    with tempfile.TemporaryDirectory() as folder:
-        lists = {name: value for name, value in settings.items() if isinstance(value, list)}
-        plain = {name: value for name, value in settings.items() if name not in lists}
-        arguments = studies.loop_arguments(**plain, output_dir=folder)
-        for name, value in lists.items():
-            setattr(arguments.data, name, value)
-        run: Any
-        if rounding:
-            kind = type("OfKind", (RoundedRun,), {"rounding": rounding})
-            run = kind(arguments)
-        else:
-            run = Run(arguments)
-        if not train(run):
-            raise KeyboardInterrupt
-        seen = [one for one in run.log.records if one["kind"] == "evaluation"]
-        if rounding:
-            size = run.bytes()
-        else:
-            model = run.accelerator.unwrap_model(run.model)
-            model.save_ticket(Path(folder, "coded"), encoding="entropy")
-            size = Path(folder, "coded", MASK_FILE).stat().st_size
-        return {
-            "loss": seen[-1]["loss"],
-            "best_loss": min(one["loss"] for one in seen),
-            "curve": [(one["step"], one["loss"]) for one in seen],
-            "bytes": size,
-            "text": run.corpus.digest,
-            "seconds": round(time.process_time() - started, 1),
-        }
 
 
 def point(name: str, budget: int, steps: int, rate: float, seed: int, files: list[str] | None) -> Point:

@@ -55,12 +55,14 @@ Measure = Callable[..., Record]  # takes the settings of a point by name; import
 class Records:
     """The records of the points of a study, in the order of the points, and the file that holds them."""
 
-    def __init__(self, path: Path, points: Iterable[Point], fresh: bool = False) -> None:
+    def __init__(self, path: Path, points: Iterable[Point], fresh: bool = False, keep: bool = False) -> None:
+        """With `keep`, records of other points stay in the file."""
         self.path = path
         self.points = {_key(point): point for point in points}
-        self.facts: dict[str, Any] = json.loads(path.read_text()) if path.exists() and not fresh else {}
+        self.facts: dict[str, Any] = self.read() if path.exists() and not fresh else {}
         stored = {_key(record["of"]): record for record in self.facts.pop("records", [])}
-        self.found: dict[str, Record] = {key: stored[key] for key in self.points if key in stored}
+        known = stored if keep else self.points
+        self.found: dict[str, Record] = {key: stored[key] for key in known if key in stored}
         if changed := len(stored) - len(self.found):
             first = next(key for key in stored if key not in self.found)
             print(f"{path.name}: {changed} records are of no point of the study as it is, and are left out;"
@@ -86,12 +88,20 @@ class Records:
             self.facts = facts
             self.write()
 
-    def write(self) -> None:
-        """Replace the file by one of all that is known."""
+    def read(self) -> dict[str, Any]:
+        """What the file holds."""
+        return json.loads(self.path.read_text())
+
+    def text(self) -> str:
+        """All that is known, as the file holds it."""
         head = "".join(f"{json.dumps(name)}: {json.dumps(fact)},\n" for name, fact in self.facts.items())
         lines = ",\n".join(json.dumps(self.found[key]) for key in sorted(self.found))
+        return f'{{\n{head}"records": [\n{lines}\n]\n}}\n'
+
+    def write(self) -> None:
+        """Replace the file by one of all that is known."""
         with replacing(self.path) as temporary:
-            temporary.write_text(f'{{\n{head}"records": [\n{lines}\n]\n}}\n')
+            temporary.write_text(self.text())
 
     def measure(self, measure: Measure, points: Iterable[Point], workers: int) -> None:
         """Measure those of the points that have no record, several at a time."""

@@ -253,6 +253,25 @@ def test_the_benchmark_runs(tmp_path):
         assert path.read_text() == text
 
 
+@pytest.mark.slow
+def test_the_benchmark_runs_in_llama_cpp(tmp_path):
+    pytest.importorskip("gguf")
+    pytest.importorskip("xllamacpp")
+    path = tmp_path / "rows.json"
+    subprocess.run(
+        [*BENCHMARK, "--only", "llama", "--repeats", "1", "--json", path], check=True, capture_output=True
+    )
+    rows = {row["id"].removeprefix("llama: "): row for row in json.loads(path.read_text())}
+    assert rows.keys() == {f"{one} against stock" for one in ("tq2_0", "f16", "q4_0")} | {
+        "tq2_0 against q4_0"
+    }
+    for row in rows.values():
+        for ours, theirs in (row["details"][what] for what in ("tokens_per_second", "memory")):
+            assert min(ours, theirs) > 0
+    sizes = [rows[f"{one} against stock"]["details"]["bytes"][0] for one in ("tq2_0", "q4_0", "f16")]
+    assert sizes == sorted(sizes)
+
+
 def test_the_table_of_speeds_is_the_committed_one():
     path = ROOT / "recipes" / "results" / "benchmark.json"
     rows = json.loads(path.read_text())

@@ -1,4 +1,4 @@
 """Tickets in programs that are not Python: llama.cpp and a browser tab.
 
-May use `model` and `sharing`: what is written here follows from the files of a ticket.
+Knows the files of a ticket (`hf_slt.model`) and its other forms (`hf_slt.sharing`), not how one is trained.
 """

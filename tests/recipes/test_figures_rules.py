@@ -1,7 +1,12 @@
 """The study of rules: sizes that meet their budget, rivals rounded as they are stored, a run of each kind."""
 
+import json
+
+import equal_bytes
 import figures_rules as study
 import pytest
+import rivals
+import studies
 import torch
 
 
@@ -14,13 +19,31 @@ def test_a_wider_budget_is_a_wider_model(name):
 
 def test_rivals_are_rounded_to_what_their_bytes_can_hold():
     weight = torch.randn(70, 33, generator=torch.Generator().manual_seed(0))
-    rounded, size = study.int4(weight)
+    rounded, size = rivals.int4(weight)
     assert size == -(-weight.numel() // 2) + 2 * -(-weight.numel() // 64)
     assert (rounded - weight).abs().max() <= weight.abs().max() / 14 * 1.01
-    assert torch.allclose(study.int4(rounded)[0], rounded, atol=1e-6)
-    rounded, size = study.ternary(weight)
+    assert torch.allclose(rivals.int4(rounded)[0], rounded, atol=1e-6)
+    rounded, size = rivals.ternary(weight)
     assert all(len(row.unique()) <= 3 for row in rounded)
     assert size < weight.numel() * 1.6 / 8 + 2 * len(weight)
+
+
+def test_equal_bytes_is_a_list_of_all_runs_with_what_repeats_them(tmp_path):
+    """The search tries each contestant as it is; what was measured stays, whatever is asked for next."""
+    comparison = equal_bytes.Comparison(equal_bytes.PRESETS["cpu"], None)
+    points = [*comparison.search(), *(one for some in comparison.rows().values() for one in some)]
+    keys = {studies._key(one) for one in points}
+    assert {studies._key(points[0]), studies._key(points[1])} < keys
+    path = tmp_path / "equal_bytes.json"
+    found = {"loss": 4.5, "bytes": 7, "seconds": 1.0}
+    equal_bytes.FlatRecords(path, points, keep=True).add(points[0], found)
+    other = equal_bytes.FlatRecords(path, points[1:], keep=True)
+    other.add(points[1], found)
+    ticket, dense = sorted(json.loads(path.read_text()), key=lambda one: one["side"] == "dense")
+    assert ticket | {"side": "dense", "settings": dense["settings"]} == dense
+    assert ticket["settings"] == dict(points[0])
+    assert [ticket[name] for name in ("steps", "seed", "loss", "bytes")] == [1000, 0, 4.5, 7]
+    assert [one["loss"] for one in equal_bytes.table(comparison.rows(), other)] == [4.5, 4.5]
 
 
 def test_every_contestant_has_rates_and_a_point_of_its_own():
@@ -33,7 +56,7 @@ def test_every_contestant_has_rates_and_a_point_of_its_own():
 @pytest.mark.parametrize("name", ["multicoat, scales", "dense ternary"])
 def test_a_run_is_measured(name):
     point = {**study.point(name, 30_000, 2, 1e-3, 0, None), "block_size": 32, "validation_blocks": 8}
-    found = study.measure(**point)
+    found = rivals.measure(**point)
     assert len(found["curve"]) == 2
     assert 5 < found["loss"] < 14
     assert 15_000 < found["bytes"] < 45_000

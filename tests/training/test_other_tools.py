@@ -1,6 +1,12 @@
 """The tools that people train and measure with: PEFT, TRL, Trainer, lm-eval. They see the masked weight."""
 
+import json
 import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +17,8 @@ from torch.testing import assert_close
 from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 
 from hf_slt import SLTError, SupermaskGPT2LMHeadModel
+from hf_slt.text.blocks import train_tokenizer
+from hf_slt.text.evaluation import evaluate_saved
 
 peft = pytest.importorskip("peft")
 trl = pytest.importorskip("trl")
@@ -158,3 +166,48 @@ def test_lm_eval_measures_a_ticket(tokenizer, tmp_path):
         logs = logits_of(model, ids).log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])
         expected = logs[-len(rest.split()) :].sum().item()
         assert math.isclose(total, expected, rel_tol=1e-4)
+
+
+@pytest.mark.slow
+def test_the_tasks_of_the_recipes_by_the_command_of_lm_eval(tmp_path):
+    """The command as the page has it, in a process that knows the ticket by its own code alone."""
+    tasks = shutil.copytree(
+        Path(__file__).parents[2] / "recipes" / "lm_eval", tmp_path / "recipes" / "lm_eval"
+    )
+    text = "A ticket is a seed and a mask.\n\nThe seed draws every weight; naïve, déjà vu!  \n" * 9
+    (tmp_path / "unseen.txt").write_text(text)
+    words = train_tokenizer([text], 300, 64)
+    make("ticket", vocab_size=len(words), bos_token_id=0, eos_token_id=0).save_ticket(tmp_path / "ticket")
+    words.save_pretrained(tmp_path / "ticket")
+    command = "-m lm_eval --model hf --model_args pretrained=ticket,trust_remote_code=True --device cpu"
+    command += " --include_path recipes/lm_eval --tasks text_file,choices --output_path out --log_samples"
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
+    done = subprocess.run(
+        [sys.executable, *command.split()], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.glob("out/**/results_*.json")
+    found = json.loads(path.read_text())["results"]
+
+    files, block = [str(tmp_path / "unseen.txt")], 64
+    ours = evaluate_saved(str(tmp_path / "ticket"), files, block_size=block, stride=block)
+    assert ours["tokens"] > 3 * block
+    assert found["text_file"]["bits_per_byte,none"] == pytest.approx(ours["bits_per_byte"], abs=1e-6)
+
+    model = SupermaskGPT2LMHeadModel.from_pretrained(tmp_path / "ticket")
+    questions = [json.loads(line) for line in (tasks / "choices.jsonl").read_text().splitlines()]
+    (path,) = tmp_path.glob("out/**/samples_choices_*.jsonl")
+    samples = sorted(map(json.loads, path.read_text().splitlines()), key=lambda sample: sample["doc_id"])
+    right = 0
+    for question, sample in zip(questions, samples, strict=True):
+        sums = []
+        for choice in question["choices"]:
+            before, whole = (
+                words(one).input_ids for one in (question["question"], f"{question['question']} {choice}")
+            )
+            ids = torch.tensor([whole])
+            logs = logits_of(model, ids).log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])
+            sums.append(logs[len(before) - 1 :].sum().item())
+        assert [float(one[0]) for one in sample["filtered_resps"]] == pytest.approx(sums, rel=1e-4)
+        right += max(range(len(sums)), key=sums.__getitem__) == question["answer"]
+    assert found["choices"]["acc,none"] == pytest.approx(right / len(questions))

@@ -1,0 +1,228 @@
+"""Which is better for its bytes: a ticket, or a dense model rounded to 4 bits? Both at their best.
+
+    python recipes/equal_bytes.py --preset quick                        # a smoke test, a minute
+    python recipes/equal_bytes.py --preset cpu                          # what the docs show, hours
+    python recipes/equal_bytes.py --preset cpu --train_files a.txt      # the same on a text of yours
+    python recipes/equal_bytes.py --preset full                         # three seeds everywhere: a day
+
+Both sides have the same text, tokenizer, loop and tokens, and files of the same bytes (see rivals.py). Their
+settings were found by the search: one change each from the best so far, on one size, seed 0, and few steps.
+
+results/equal_bytes.json   every run, those of the search too: side, bytes, steps, seed, loss and all settings
+figures/equal_bytes.png    validation loss against bytes, a panel for each number of steps
+"""
+
+import json
+import os
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import studies
+from rivals import measure
+from studies import Point, Record, Records, Study, line, panels
+
+LOOP = {
+    "n_head": 4, "vocab_size": 2048, "block_size": 128, "per_device_train_batch_size": 8, "warmup_steps": 30,
+    "min_lr_rate": 0, "save_steps": 0, "validation_blocks": 128,
+}  # fmt: skip
+MASKED = {**LOOP, "law": "signed_constant", "scale_with_width": True, "qk_scale": 2, "learning_rate": 5e-3}
+SCALED = {**MASKED, "scales": "row", "scale_bits": 8, "weight_learning_rate": 3e-3}
+STOCK = {**LOOP, "control": "dense", "initial_std": 0.08, "weight_learning_rate": 3e-3}
+# By contestant: its settings, and its layers and width by bytes of the file.
+CONTESTANTS: dict[str, tuple[dict[str, Any], dict[int, tuple[int, int]]]] = {
+    "ticket": (
+        {**SCALED, "rule": "signed", "density": 0.6},
+        {30_000: (2, 36), 60_000: (3, 60), 115_000: (3, 96), 230_000: (3, 152)},
+    ),
+    "paper's ticket": (
+        {**MASKED, "rule": "edge_popup", "density": 0.5},
+        {60_000: (3, 80), 115_000: (3, 128), 230_000: (3, 196)},
+    ),
+    "dense int4": (
+        {**STOCK, "rounding": "int4"},
+        {30_000: (2, 20), 60_000: (4, 28), 115_000: (4, 48), 230_000: (4, 76)},
+    ),
+    "dense ternary": ({**STOCK, "rounding": "ternary"}, {115_000: (3, 96)}),
+}
+FOUR_BITS = {"embedding": "trained", "embedding_bits": 4, "embedding_range": 0.08}
+# The search: a contestant, and what is changed of it.
+TRIALS: list[tuple[str, dict[str, Any]]] = [
+    ("ticket", {}),
+    ("dense int4", {}),
+    ("dense int4", {"initial_std": 0.02}),
+    ("dense int4", {"initial_std": 0.16}),
+    ("dense int4", {"weight_learning_rate": 6e-3}),
+    ("ticket", {"n_layer": 5, "n_embd": 80}),
+    ("ticket", {"n_layer": 2, "n_embd": 112}),
+    ("dense int4", {"n_layer": 2, "n_embd": 60}),
+    ("ticket", {"learning_rate": 3e-3}),
+    ("ticket", {"head_bias": True, "layer_norm": "trained"}),
+    ("ticket", {"rule": "multibit", "density": None, "n_embd": 84}),
+    ("ticket", {"density": 0.75, "n_embd": 96}),
+    ("dense int4", {"adam_beta2": 0.98}),
+    (
+        "ticket",
+        {"embedding": "trained", "embedding_bits": 4, "embedding_range": 0.08, "n_layer": 4, "n_embd": 60},
+    ),
+    ("ticket", {"rule": "edge_popup", "density": 0.5, "n_embd": 124}),
+    ("dense ternary", {}),
+    ("paper's ticket", {}),
+]
+
+
+@dataclass(frozen=True)
+class Preset:
+    """How much is run; a share is (contestants, bytes, steps, seeds)."""
+
+    shares: tuple[tuple[tuple[str, ...], int, int, int], ...]
+    searched: int = 0  # steps of the runs of the search; 0: there is none
+
+
+BEST = ("ticket", "dense int4")
+PRESETS = {
+    "quick": Preset(((BEST, 30_000, 20, 1),)),
+    "cpu": Preset(
+        (
+            (tuple(CONTESTANTS), 115_000, 1000, 1),
+            (BEST, 60_000, 3000, 3),
+            (BEST, 115_000, 3000, 3),
+            (BEST, 230_000, 3000, 1),
+            (("paper's ticket", "dense ternary"), 115_000, 3000, 1),
+            (BEST, 115_000, 10_000, 1),
+        ),
+        searched=1000,
+    ),
+    "full": Preset(
+        (
+            *((BEST, size, steps, 3) for size in (60_000, 115_000, 230_000) for steps in (1000, 3000)),
+            (("paper's ticket", "dense ternary"), 115_000, 3000, 3),
+            (BEST, 115_000, 10_000, 3),
+        ),
+        searched=1000,
+    ),
+}
+SEARCH_BYTES = 115_000
+
+
+def point(name: str, size: int, steps: int, seed: int, **changes: Any) -> Point:
+    """All settings of a run."""
+    settings, shapes = CONTESTANTS[name]
+    layers, width = shapes[size]
+    told = {"n_layer": layers, "n_embd": width, "max_steps": steps, "eval_steps": max(1, steps // 4)}
+    return {**settings, **told, "seed": seed, **changes}
+
+
+class Comparison:
+    """The points of a preset, on the embedded corpus or on other files."""
+
+    def __init__(self, preset: Preset, files: list[str] | None) -> None:
+        self.preset, self.text = preset, {"train_files": files} if files else {}
+
+    def search(self) -> list[Point]:
+        """One change each from the contestant as it is."""
+        steps = self.preset.searched
+        if not steps or self.text:  # settings are searched once, and hold for every text
+            return []
+        return [point(name, SEARCH_BYTES, steps, 0, **changes) for name, changes in TRIALS]
+
+    def rows(self) -> dict[tuple[int, int, str], list[Point]]:
+        """By bytes, steps and contestant: one run for each seed."""
+        return {
+            (size, steps, name): [point(name, size, steps, seed, **self.text) for seed in range(seeds)]
+            for names, size, steps, seeds in self.preset.shares
+            for name in names
+        }
+
+
+class FlatRecords(Records):
+    """Records in a plain list, for readers who know nothing of studies; of all texts."""
+
+    def read(self) -> dict[str, Any]:
+        """The facts of the file: here, its records."""
+        known = json.loads(self.path.read_text())
+        return {"records": [{"of": one.pop("settings"), **one} for one in known]}
+
+    def text(self) -> str:
+        """The file as it should be."""
+        return "[\n" + ",\n".join(json.dumps(flat(self.found[key])) for key in sorted(self.found)) + "\n]\n"
+
+
+def flat(record: Record) -> Record:
+    """A record as the file has it."""
+    settings = record["of"]
+    side = "dense" if settings.get("control") == "dense" else "ticket"
+    return {
+        "side": side, "bytes": record["bytes"], "steps": settings["max_steps"], "seed": settings["seed"],
+        "loss": record["loss"], **{name: one for name, one in record.items() if name not in ("of", "side")},
+        "settings": settings,
+    }  # fmt: skip
+
+
+def table(rows: dict[tuple[int, int, str], list[Point]], records: Records) -> list[dict[str, Any]]:
+    """A line for each contestant, size and number of steps that was run."""
+    lines = []
+    for (size, steps, name), points in rows.items():
+        found = [one for one in map(records.get, points) if one is not None]
+        if found:
+            losses = [record["loss"] for record in found]
+            lines.append({
+                "contestant": name, "size": size, "steps": steps, "seeds": len(losses),
+                "shape": f"{points[0]['n_layer']} x {points[0]['n_embd']}",
+                "bytes": round(statistics.mean(record["bytes"] for record in found)),
+                "loss": round(statistics.mean(losses), 3),
+                "lowest": round(min(losses), 3), "highest": round(max(losses), 3),
+                "seconds": round(statistics.mean(record["seconds"] for record in found)),
+            })  # fmt: skip
+    return lines
+
+
+def draw(lines: Iterable[dict[str, Any]], study: Study) -> None:
+    """Loss against bytes; one panel for each number of steps, a bar from the lowest seed to the highest."""
+    lines = list(lines)
+    steps = sorted({one["steps"] for one in lines})
+    figure, axes = panels(1, len(steps), 3.2 * len(steps) + 1.5, 3.6, sharey=True)
+    for axis, count in zip(axes[0], steps, strict=True):
+        for place, name in enumerate(CONTESTANTS):
+            of = [one for one in lines if (one["contestant"], one["steps"]) == (name, count)]
+            if of:
+                sizes, middle = [one["bytes"] / 1000 for one in of], [one["loss"] for one in of]
+                below = [one["loss"] - one["lowest"] for one in of]
+                above = [one["highest"] - one["loss"] for one in of]
+                axis.errorbar(sizes, middle, [below, above], label=name, **line(place))
+        axis.set_title(f"{count} steps")
+        axis.set_xlabel("kB of the file")
+        axis.legend(frameon=False)
+    axes[0][0].set_ylabel("validation loss (nats per token)")
+    study.save(figure, "equal_bytes")
+
+
+def main() -> None:
+    """Search, compare, draw."""
+    parser = studies.parser_of(__doc__, PRESETS, ["search", "compare"])
+    parser.add_argument("--train_files", nargs="+", help="text to train on, all in one folder")
+    options = parser.parse_args()
+    options.out = options.out.resolve()
+    names = options.train_files
+    if names:  # records name a text, not where it lies: workers find it in their folder
+        os.chdir(Path(names[0]).resolve().parent)
+        names = [Path(one).name for one in names]
+    comparison = Comparison(PRESETS[options.preset], names)
+    search, rows = comparison.search(), comparison.rows()
+    wanted = [one for points in rows.values() for one in points]
+    path = options.out / "results" / "equal_bytes.json"
+    records = FlatRecords(path, [*search, *wanted], options.fresh, keep=True)
+    if "search" in options.only:
+        records.measure(measure, search, options.workers)
+    if "compare" in options.only:
+        records.measure(measure, sorted(wanted, key=lambda one: one["max_steps"]), options.workers)
+    lines = table(rows, records)
+    for one in lines:
+        print(", ".join(f"{name} {value}" for name, value in one.items()))
+    draw(lines, Study("equal_bytes", "cpu", options))
+
+
+if __name__ == "__main__":
+    main()
