@@ -4,10 +4,10 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: help demo test quick lint clean
+.PHONY: help demo test test-browser quick lint clean
 
 help:  ## this list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -20,9 +20,17 @@ demo: $(READY)  ## find a ticket in a few minutes, compare it with its dense twi
 	  --config recipes/nano.yaml --compare random_mask dense --prompt "The function returns" \
 	  --output_dir runs/demo --overwrite
 	$(BIN)/slt verify runs/demo/ticket
+	$(BIN)/slt page runs/demo/ticket runs/demo/page.html --prompt "The function returns"
 
 test: $(READY)  ## all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+
+test-browser: $(READY)  ## the page of a ticket in a headless Chromium, which is installed if it may be
+	@for one in chromium chromium-browser google-chrome; do command -v $$one && exit; done; \
+	  echo "test-browser: no Chromium here, trying apt-get install chromium"; \
+	  { apt-get update && apt-get install --yes --no-install-recommends chromium; } > /dev/null 2>&1 || \
+	  echo "test-browser: it cannot be installed, so that the page is not tested in a browser"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs tests/browser.py
 
 quick: $(READY)  ## all but the slow tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not slow"

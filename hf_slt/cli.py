@@ -27,7 +27,9 @@ def run(args: argparse.Namespace) -> int:
     if args.version:
         print(f"hf_slt {__version__}")
         return 0
-    commands = (inspect, verify, diff, combine, pack, push, merge, export, generate, evaluate, curvature)
+    commands = (
+        inspect, verify, diff, combine, pack, push, merge, export, page, generate, evaluate, curvature,
+    )  # fmt: skip
     try:
         return {one.__name__: one for one in commands}[args.command](args) or 0
     except BrokenPipeError:  # the reader has seen enough, as in `slt inspect ... | head`
@@ -200,11 +202,28 @@ def pack(args: argparse.Namespace) -> None:
     print(f"{mask_path(output)}: {encoding}, {mask_path(output).stat().st_size:,} bytes (before: {size:,})")
 
 
+def page(args: argparse.Namespace) -> None:
+    """Write a ticket as one HTML file, and print where it is."""
+    from .runtimes.page import write_page
+    from .sharing.hub import fetch_ticket
+    from .sharing.verify import mask_path
+
+    folder = fetch_ticket(args.ticket, revision=args.revision, token=args.token)
+    name = folder.resolve().name if Path(args.ticket).exists() else args.ticket  # not a commit of the cache
+    path = write_page(folder, args.output, name=name, prompt=args.prompt)
+    size, ticket = path.stat().st_size, mask_path(folder).stat().st_size
+    print(f"{path}: {size:,} bytes, of which the ticket's {ticket:,} take {-(-ticket // 3) * 4:,}; open it")
+
+
 def push(args: argparse.Namespace) -> None:
     """Upload a folder, and print the address."""
     from .sharing.hub import push_ticket
 
     options = _some(args, "encoding private revision create_pr token")
+    if args.page:
+        from .runtimes.page import make_page
+
+        options["page"] = make_page(args.ticket, name=args.repo)
     print(push_ticket(args.ticket, args.repo, commit_message=args.message, **options))
 
 

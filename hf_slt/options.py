@@ -219,6 +219,12 @@ def slt_parser() -> OptionParser:
     tokenizer(one)
     remote(one)
 
+    one = command("page", "write a ticket as one HTML file that runs in a browser, without a network")
+    ticket(one)
+    one.add_argument("output", metavar="OUT", help="the file, such as page.html")
+    one.add_argument("--prompt", default="The", help="what stands in its prompt box at first")
+    remote(one)
+
     one = command("generate", "go on with a text, word by word")
     ticket(one)
     one.add_argument("--prompt", default="", help="the text to go on with; none by default")
@@ -262,4 +268,5 @@ def slt_parser() -> OptionParser:
     flag(one, "create_pr", "open a pull request instead")
     token(one)
     choice(one, "encoding", encoding + "; as it is by default", "packed entropy")
+    flag(one, "page", "put the page of `slt page` beside it, as index.html, and link it from the card")
     return parser

@@ -28,6 +28,7 @@ from .files import replacing
 from .verify import mask_path, verify_ticket
 
 CARD_FILE = "README.md"
+PAGE_FILE = "index.html"  # the name that a static Space shows
 TAGS = ["supermask", "strong-lottery-ticket", "edge-popup", "gpt2"]
 # A figure of one of these names, if it lies in the ticket's folder, is shown.
 FIGURES = {
@@ -192,6 +193,20 @@ def rename_card(text: str, name: str) -> str:
             ours = re.compile(place.format(re.escape(found["name"])), re.MULTILINE)
             text = ours.sub(rf"\g<1>{name}\g<2>", text)
     return text
+
+
+def link_page(text: str) -> str:
+    """A card that links the page beside it: after what our template says of loading, or at its end.
+
+    >>> link_page("# Mine").splitlines()[2]
+    '[index.html](index.html) is this ticket as one page: download it, open it, and it writes.'
+    """
+    if f"]({PAGE_FILE})" in text:
+        return text
+    link = f"[{PAGE_FILE}]({PAGE_FILE}) is this ticket as one page: download it, open it, and it writes."
+    found = re.search(_PLACES[-1].format("[^`]*"), text, re.MULTILINE)
+    end = found.end() if found else len(text.rstrip())
+    return f"{text[:end]}\n\n{link}\n{text[end:].removeprefix(chr(10))}"
 
 
 def describe_environment() -> dict[str, str]:

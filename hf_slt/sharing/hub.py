@@ -31,7 +31,7 @@ from ..model.ticket import (
     TicketError,
     read_header,
 )
-from .card import CARD_FILE, FIGURES, rename_card, write_card
+from .card import CARD_FILE, FIGURES, PAGE_FILE, link_page, rename_card, write_card
 from .files import WEIGHT_FILES, copy_own_file
 from .saving import rewrite_ticket
 from .verify import mask_path, verified_ticket
@@ -107,6 +107,7 @@ def push_ticket(
     token: str | bool | None = None,
     tags: list[str] | None = None,
     max_shard_size: int | str | None = None,
+    page: str | None = None,
 ) -> str:
     """Upload a ticket's folder, after checking it; returns the address of the commit, or of the request.
 
@@ -115,6 +116,7 @@ def push_ticket(
     revision: branch to push to, made if it is not there; by default main.
     tags: more tags for the card.
     max_shard_size: transformers passes it on; a ticket is one file, whatever it is.
+    page: text of a page that runs the ticket in a browser; the card will link it.
     """
     ticket = verified_ticket(folder)
     header = ticket.header
@@ -134,6 +136,10 @@ def push_ticket(
             tagged.data.tags = list(dict.fromkeys([*(tagged.data.tags or []), *tags]))
             tagged.save(card)
         names = {*TICKET_FILES, *_code_files(Path(stage))}
+        if page is not None:
+            (Path(stage) / PAGE_FILE).write_text(page, "utf-8")
+            card.write_text(link_page(card.read_text("utf-8")), "utf-8")
+            names.add(PAGE_FILE)
         files = [path for path in sorted(Path(stage).iterdir()) if path.name in names]
         # of an earlier push: would be loaded in place of the masks
         there = api.list_repo_files(repo_id, revision=revision)

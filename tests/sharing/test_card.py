@@ -17,6 +17,7 @@ from hf_slt.sharing.card import (
     describe_environment,
     describe_text,
     gap_closed,
+    link_page,
     measure_size,
     rename_card,
     value_bytes,
@@ -270,6 +271,16 @@ model = AutoModelForCausalLM.from_pretrained("gpt2", dtype="auto")
 """
     assert rename_card(ours + added, "me/ticket") == rename_card(ours, "me/ticket") + added
     assert rename_card(added, "me/ticket") == added
+
+
+def test_a_card_links_the_page_once(ticket):
+    ours = write_card(ticket, TEMPLATE, name="gpt2").read_text()
+    linked = link_page(ours)
+    (line,) = set(linked.splitlines()) - set(ours.splitlines())
+    assert line.startswith("[index.html](index.html)")
+    assert linked.index(line) < linked.index("## The ticket")
+    assert link_page(linked) == linked
+    assert linked.replace(f"\n\n{line}", "") == ours
 
 
 def test_figures_are_shown_if_they_are_there(ticket, tmp_path):

@@ -3,9 +3,11 @@
 Every client is an interpreter of its own: `huggingface_hub` reads the address of the Hub when it is imported.
 """
 
+import base64
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -566,6 +568,26 @@ def test_a_pull_request(hub, author):
     assert set(hub.files("you/ticket", "refs/pr/1")) == TICKET
     assert set(hub.files("you/ticket")) == {"README.md"}
     assert author.slt("verify", "you/ticket", "--revision", "refs/pr/1")
+
+
+def test_a_page_beside_the_ticket(hub, author, local):
+    """It holds the ticket's own bytes, the card links it, and a push of the same changes nothing."""
+    push = ["push", "runs/ticket", "me/paged", "--page"]
+    for code, _, err in author.commands(push, push):
+        assert code == 0, err
+    files = hub.files("me/paged")
+    assert set(files) == TICKET | {"index.html"}
+    page, card = files["index.html"].data.decode(), files["README.md"].data.decode()
+    assert base64.b64encode((local.runs / "ticket" / "mask.safetensors").read_bytes()).decode() in page
+    assert "me/paged" in page
+    assert card.count("](index.html)") == 1
+    assert len(set(hub.repos["me/paged"].branches["main"])) == 2  # the first commit is the repository's own
+    # Without a tokenizer there is no page, and nothing is made on the Hub.
+    bare = author.home / "bare"
+    shutil.copytree(local.runs / "ticket", bare, ignore=shutil.ignore_patterns("tokenizer*"))
+    (line,) = refused(author.commands(["push", "bare", "me/bare", "--page"]))
+    assert "tokenizer" in line
+    assert "me/bare" not in hub.repos
 
 
 @pytest.mark.parametrize("author", ["xet"], indirect=True)

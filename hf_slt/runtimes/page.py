@@ -1,0 +1,168 @@
+"""A ticket as one HTML file: it opens from disk, needs no server and no network, and writes text.
+
+    page = page.html + page.css + engine.js + page.js        # what runs
+         + mask.safetensors, base64                          # the ticket, byte for byte
+         + vocabulary and merges, deflated, base64           # the tokenizer
+
+The page draws the weights from the seed and checks every digest before it writes a word, as `from_pretrained`
+does. `engine.js` is the computation, without a page; `page.js` is what a visitor sees.
+"""
+
+import base64
+import html
+import json
+import os
+import re
+import zlib
+from pathlib import Path
+from typing import Any
+
+from ..model.ticket import SLTError, sha256
+from ..sharing.files import replacing
+from ..sharing.verify import mask_path, verified_ticket
+
+ACTIVATIONS = ("gelu_new", "gelu", "relu", "silu")  # those of engine.js
+_ARCHITECTURE = "SupermaskGPT2LMHeadModel"
+# Kept: strings, and lines with a regular expression, whose slash has no space after it. Dropped: spaces that
+# mean nothing. In a style " :" begins a selector, in a script "+ +" is not "++".
+_SPACES = {
+    ".js": r"""(^.*/\S.*$|"[^"]*"|`[^`]*`)|(?<=[][{}();:,=<>?*&|!])\s+|\s+(?=[][{}();:,=<>?*&|!])"""
+    r"""|(?<=[^+-])\s+(?=[+-][^+-])|(?<=[^+-][+-])\s+(?=[^+-])""",
+    ".css": r"""("[^"]*")|(?<=[{};:,])\s+|\s+(?=[{};,])""",
+}
+
+
+def write_page(folder: str | os.PathLike, output: str | os.PathLike, **options: str | None) -> Path:
+    """Write the page of a ticket's folder, whole or not at all; a ticket that does not verify raises.
+
+    options: of `make_page`.
+    """
+    output = Path(output)
+    if output.suffix.lower() not in (".html", ".htm"):  # nor is a file of the ticket overwritten by mistake
+        raise SLTError(f"{output}: a page is a file whose name ends in .html, such as {output.stem}.html")
+    text = make_page(folder, **options)
+    try:
+        with replacing(output) as path:
+            path.write_text(text, "utf-8")
+    except OSError as error:
+        raise SLTError(f"{output}: cannot be written ({error.strerror}); give another path") from error
+    return output
+
+
+def make_page(folder: str | os.PathLike, *, name: str | None = None, prompt: str | None = None) -> str:
+    """The text of the page.
+
+    name: what the page calls the ticket; by default the folder's own name.
+    prompt: what stands in its prompt box at first.
+    """
+    folder = Path(folder)
+    config = verified_ticket(folder).header.config
+    if (found := config["architectures"][0]) != _ARCHITECTURE:
+        raise SLTError(f"{folder}: a page writes text, which {found} does not; {_ARCHITECTURE} does")
+    if (act := config["activation_function"]) not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS)
+        raise SLTError(f"{folder}: activation_function {act!r} is none that a page computes: {known}")
+    tokenizer = json.dumps(compact_tokenizer(folder, config["vocab_size"]), separators=(",", ":"))
+    name = name or folder.resolve().name
+    facts = {"prompt": "The" if prompt is None else prompt, "tokenizer_sha256": sha256(tokenizer)}
+    parts = {
+        "name": html.escape(name),
+        "style": _lean("page.css"),
+        "facts": json.dumps(facts).replace("<", "\\u003c"),  # no name ends the script that it stands in
+        "ticket": _base64(mask_path(folder).read_bytes()),
+        "tokenizer": _base64(zlib.compress(tokenizer.encode(), 9)),
+        "engine": _lean("engine.js"),
+        "script": _lean("page.js"),
+    }
+    return re.sub(r"\{\{ (\w+) \}\}", lambda match: parts[match[1]], _asset("page.html"))
+
+
+def compact_tokenizer(folder: Path, vocab_size: int) -> dict[str, Any]:
+    """What engine.js needs of a byte-level BPE tokenizer; SLTError for another kind, or none."""
+    tokenizer = _load_tokenizer(folder)
+    facts = json.loads(tokenizer.to_str())
+    _refuse_other_kinds(folder, facts)
+    vocabulary, added = facts["model"]["vocab"], facts["added_tokens"]
+    ids = {**vocabulary, **{token["content"]: token["id"] for token in added}}
+    tokens: list[str | None] = [None] * (max(ids.values()) + 1)
+    if len(tokens) > vocab_size:
+        raise SLTError(f"{folder}: a tokenizer of {len(tokens)} tokens, the model knows {vocab_size}")
+    for text, index in ids.items():
+        tokens[index] = text
+    pairs = [one.split(" ") if isinstance(one, str) else one for one in facts["model"]["merges"]]
+    plain, whole = (tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
+    start = next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), 0)
+    return {
+        "tokens": _without_made(tokens, ["".join(pair) for pair in pairs]),
+        "merges": [vocabulary[part] for pair in pairs for part in pair],
+        # Those that are not normalised are looked for first; there is no normalizer, but there is an order.
+        "added": [[one["content"] for one in added if one["normalized"] is late] for late in (False, True)],
+        "special": [one["id"] for one in added if one["special"]],
+        "prefix_space": facts["pre_tokenizer"]["add_prefix_space"],
+        "before": whole[:start],
+        "after": whole[start + len(plain) :],
+    }
+
+
+def _without_made(tokens: list[str | None], made: list[str]) -> list[str | None]:
+    """The tokens, with None for those that merges make, if they have their ids in the order of the merges."""
+    new = set(made)
+    places = [index for index, text in enumerate(tokens) if text is None or text in new]
+    if [tokens[index] for index in places] != list(dict.fromkeys(made)):
+        return tokens
+    return [None if text in new else text for text in tokens]
+
+
+def _load_tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        loaded = AutoTokenizer.from_pretrained(folder)
+        return loaded.backend_tokenizer
+    except Exception as error:  # of any kind, as a stranger's file can raise them
+        cure = "save one there (tokenizer.save_pretrained)"
+        raise SLTError(f"{folder}: no tokenizer that can be loaded lies beside the ticket; {cure}") from error
+
+
+def _refuse_other_kinds(folder: Path, facts: dict[str, Any]) -> None:
+    model, before = facts["model"], facts["pre_tokenizer"] or {}
+    strange = [
+        f"{key} {value!r}"
+        for key, value in {
+            "model": model["type"] if model["type"] != "BPE" else None,
+            "normalizer": facts["normalizer"] and facts["normalizer"]["type"],
+            "pre_tokenizer": before.get("type", "none") if before.get("type") != "ByteLevel" else None,
+            "use_regex": False if before.get("use_regex") is False else None,
+            **{key: model.get(key) or None for key in ("byte_fallback", "ignore_merges", "dropout")},
+            **{key: model.get(key) or None for key in ("continuing_subword_prefix", "end_of_word_suffix")},
+            "added_tokens": next(
+                (one["content"] for one in facts["added_tokens"] if _is_stretchy(one)), None
+            ),
+        }.items()
+        if value is not None
+    ]
+    if strange:
+        raise SLTError(f"{folder}: a page needs a byte-level BPE tokenizer as GPT-2's; this has {strange[0]}")
+
+
+def _is_stretchy(token: dict[str, Any]) -> bool:
+    """Whether an added token takes spaces beside it, or stands only between them."""
+    return token["single_word"] or token["lstrip"] or token["rstrip"]
+
+
+def _asset(name: str) -> str:
+    return Path(__file__).with_name(name).read_text("utf-8")
+
+
+def _lean(name: str) -> str:
+    """A script or style without comments and needless spaces: a third less, and still to be read.
+
+    Our scripts have strings in double quotes or backticks that end on their line and hold no " //".
+    """
+    spaces = _SPACES[Path(name).suffix]
+    lines = (re.sub(r"(^|\s)//.*", "", line).strip() for line in _asset(name).splitlines())
+    return "\n".join(re.sub(spaces, lambda found: found[1] or "", line) for line in lines if line)
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
