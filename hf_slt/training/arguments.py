@@ -68,7 +68,12 @@ class RunArguments:
     adam_beta1: float = option("AdamW: decay of the mean of gradients.", 0.9)
     adam_beta2: float = option("AdamW: decay of the mean of squared gradients.", 0.999)
     momentum: float = option("SGD: momentum.", 0.9)
-    weight_decay: float = option("Weight decay of trained weights; scores have none.", 0.0)
+    weight_decay: float = option("Weight decay of trained weights; scores have one of their own.", 0.0)
+    score_decay: float = option(
+        "Weight decay of scores. They keep their order, but stay so small that masks go on changing in a long"
+        " run; 0.5 does well.",
+        0.0,
+    )
     warmup_steps: float = option(
         "Steps in which the learning rate rises to its highest; below 1, this share of all steps.", 0
     )
@@ -121,7 +126,8 @@ class RunArguments:
             if value < 0 or (value > 1 and value != int(value)) or (value == 0 and name == "logging_steps"):
                 raise SLTError(f"{name} {value} is neither a number of steps nor a share below 1")
             setattr(self, name, int(value) if value == int(value) else value)
-        for name in ("learning_rate", "weight_learning_rate", "weight_decay", "momentum", "max_grad_norm"):
+        rates = "learning_rate weight_learning_rate weight_decay score_decay momentum max_grad_norm".split()
+        for name in rates:
             if not getattr(self, name) >= 0:
                 raise SLTError(f"{name} {getattr(self, name)} is negative")
         for name in ("dropout", "adam_beta1", "adam_beta2"):

@@ -100,8 +100,9 @@ def build_optimizer(model: nn.Module, options: RunArguments) -> torch.optim.Opti
     scores = [one for name, one in named if name.endswith("scores")]
     weights = [one for name, one in named if not name.endswith("scores")]
     groups = [
-        # Scores do not decay: what counts is their order, not their size.
-        {"params": scores, "lr": options.learning_rate, "weight_decay": 0.0},
+        # What counts of scores is their order, not their size; but the larger they are, the longer a step of
+        # AdamW, whose length is the rate, takes to change it.
+        {"params": scores, "lr": options.learning_rate, "weight_decay": options.score_decay},
         {"params": weights, "lr": options.weight_learning_rate, "weight_decay": options.weight_decay},
     ]
     groups = [group for group in groups if group["params"]]

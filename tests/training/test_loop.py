@@ -329,14 +329,15 @@ def test_streaming_reads_the_same_text(arguments):
 
 
 def test_scores_and_trained_weights_have_rates_of_their_own(arguments):
-    found = arguments("--embedding", "trained", "--weight_decay", "0.1", "--learning_rate", "0.02")
+    words = "--embedding trained --weight_decay 0.1 --score_decay 0.3 --learning_rate 0.02"
+    found = arguments(*words.split())
     model = build_model(found, load_blocks(found.data))
     groups = build_optimizer(model, found.run).param_groups
     settings = {id(one): (group["lr"], group["weight_decay"]) for group in groups for one in group["params"]}
     kinds = set()
     for name, parameter in model.named_parameters():
         kinds.add(name.endswith("scores"))
-        assert settings[id(parameter)] == ((0.02, 0.0) if name.endswith("scores") else (1e-3, 0.1)), name
+        assert settings[id(parameter)] == ((0.02, 0.3) if name.endswith("scores") else (1e-3, 0.1)), name
     assert kinds == {True, False}
 
 
