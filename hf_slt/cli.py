@@ -282,9 +282,12 @@ def generate(args: argparse.Namespace) -> None:
     """Print text as it comes."""
     from transformers import AutoTokenizer, TextStreamer, set_seed
 
+    from .sharing.card import model_cards
     from .sharing.hub import TOKENIZER_FILES, fetch_ticket
 
     _check_device(args.device)
+    if args.ticket is None:
+        args.ticket, args.prompt = model_cards() / "pocket", args.prompt or "The function returns"
     folder = fetch_ticket(args.ticket, revision=args.revision, token=args.token)
     if args.mask and not _is_supermask(folder):
         raise SLTError(f"{args.ticket}: not a supermask GPT-2, which takes no --mask")

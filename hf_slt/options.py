@@ -225,8 +225,10 @@ def slt_parser() -> OptionParser:
     one.add_argument("--prompt", default="The", help="what stands in its prompt box at first")
     remote(one)
 
-    one = command("generate", "go on with a text, word by word")
-    ticket(one)
+    one = command(
+        "generate", "go on with a text, word by word; without a TICKET, by the one that comes with hf_slt"
+    )
+    ticket(one, nargs="?")
     one.add_argument("--prompt", default="", help="the text to go on with; none by default")
     number(one, "max_new_tokens", "tokens to add, at most", 100)
     flag(one, "greedy", "always take the likeliest token, draw none")

@@ -30,11 +30,11 @@ LOOP = {
 }  # fmt: skip
 MASKED = {**LOOP, "law": "signed_constant", "scale_with_width": True, "qk_scale": 2, "learning_rate": 5e-3}
 SCALED = {**MASKED, "scales": "row", "scale_bits": 8, "weight_learning_rate": 3e-3}
-STOCK = {**LOOP, "control": "dense", "initial_std": 0.08, "weight_learning_rate": 3e-3}
+STOCK = {**LOOP, "control": "dense", "initial_std": 0.08, "weight_learning_rate": 6e-3}
 # By contestant: its settings, and its layers and width by bytes of the file.
 CONTESTANTS: dict[str, tuple[dict[str, Any], dict[int, tuple[int, int]]]] = {
     "ticket": (
-        {**SCALED, "rule": "signed", "density": 0.6},
+        {**SCALED, "rule": "signed", "density": 0.6, "layer_norm": "trained", "score_decay": 0.5},
         {30_000: (2, 36), 60_000: (3, 60), 115_000: (3, 96), 230_000: (3, 152)},
     ),
     "paper's ticket": (
@@ -47,29 +47,30 @@ CONTESTANTS: dict[str, tuple[dict[str, Any], dict[int, tuple[int, int]]]] = {
     ),
     "dense ternary": ({**STOCK, "rounding": "ternary"}, {115_000: (3, 96)}),
 }
-FOUR_BITS = {"embedding": "trained", "embedding_bits": 4, "embedding_range": 0.08}
-# The search: a contestant, and what is changed of it.
-TRIALS: list[tuple[str, dict[str, Any]]] = [
-    ("ticket", {}),
-    ("dense int4", {}),
-    ("dense int4", {"initial_std": 0.02}),
-    ("dense int4", {"initial_std": 0.16}),
-    ("dense int4", {"weight_learning_rate": 6e-3}),
-    ("ticket", {"n_layer": 5, "n_embd": 80}),
-    ("ticket", {"n_layer": 2, "n_embd": 112}),
-    ("dense int4", {"n_layer": 2, "n_embd": 60}),
-    ("ticket", {"learning_rate": 3e-3}),
-    ("ticket", {"head_bias": True, "layer_norm": "trained"}),
-    ("ticket", {"rule": "multibit", "density": None, "n_embd": 84}),
-    ("ticket", {"density": 0.75, "n_embd": 96}),
-    ("dense int4", {"adam_beta2": 0.98}),
-    (
-        "ticket",
-        {"embedding": "trained", "embedding_bits": 4, "embedding_range": 0.08, "n_layer": 4, "n_embd": 60},
-    ),
-    ("ticket", {"rule": "edge_popup", "density": 0.5, "n_embd": 124}),
-    ("dense ternary", {}),
-    ("paper's ticket", {}),
+# The search: a contestant, steps, and what is changed of it; None is an option left out.
+PLAIN = {"layer_norm": None, "score_decay": None}
+SLOW = {"weight_learning_rate": 3e-3}
+TRIALS: list[tuple[str, int, dict[str, Any]]] = [
+    ("dense int4", 1000, {}),
+    ("dense int4", 1000, {"weight_learning_rate": 1e-2}),
+    ("dense int4", 1000, SLOW),
+    ("dense int4", 1000, {**SLOW, "initial_std": 0.02}),
+    ("dense int4", 1000, {**SLOW, "initial_std": 0.16}),
+    ("dense int4", 3000, SLOW),
+    ("ticket", 1000, PLAIN),
+    *(("ticket", 1000, {**PLAIN, "score_decay": decay}) for decay in (0.1, 0.5, 2.0)),
+    ("ticket", 1000, {}),
+    ("ticket", 1000, {"n_layer": 5, "n_embd": 80}),
+    ("ticket", 1000, {"learning_rate": 7e-3}),
+    ("ticket", 1000, {"n_head": 2}),
+    ("dense int4", 1000, {"n_head": 2}),
+    ("ticket", 1000, {"density": 0.7}),
+    ("ticket", 1000, {"weight_learning_rate": 6e-3}),
+    ("ticket", 1000, {"adam_beta2": 0.98}),
+    ("dense int4", 1000, {"adam_beta2": 0.98}),
+    ("dense int4", 1000, {"n_layer": 2, "n_embd": 60}),
+    ("ticket", 1000, {"rule": "edge_popup", "density": 0.5, "n_embd": 124}),
+    ("ticket", 1000, {"rule": "multibit", "density": None, "n_embd": 84}),
 ]
 
 
@@ -78,12 +79,12 @@ class Preset:
     """How much is run; a share is (contestants, bytes, steps, seeds)."""
 
     shares: tuple[tuple[tuple[str, ...], int, int, int], ...]
-    searched: int = 0  # steps of the runs of the search; 0: there is none
+    searched: bool = True  # whether the runs of the search belong to it
 
 
 BEST = ("ticket", "dense int4")
 PRESETS = {
-    "quick": Preset(((BEST, 30_000, 20, 1),)),
+    "quick": Preset(((BEST, 30_000, 20, 1),), searched=False),
     "cpu": Preset(
         (
             (tuple(CONTESTANTS), 115_000, 1000, 1),
@@ -93,7 +94,6 @@ PRESETS = {
             (("paper's ticket", "dense ternary"), 115_000, 3000, 1),
             (BEST, 115_000, 10_000, 1),
         ),
-        searched=1000,
     ),
     "full": Preset(
         (
@@ -101,7 +101,6 @@ PRESETS = {
             (("paper's ticket", "dense ternary"), 115_000, 3000, 3),
             (BEST, 115_000, 10_000, 3),
         ),
-        searched=1000,
     ),
 }
 SEARCH_BYTES = 115_000
@@ -112,7 +111,8 @@ def point(name: str, size: int, steps: int, seed: int, **changes: Any) -> Point:
     settings, shapes = CONTESTANTS[name]
     layers, width = shapes[size]
     told = {"n_layer": layers, "n_embd": width, "max_steps": steps, "eval_steps": max(1, steps // 4)}
-    return {**settings, **told, "seed": seed, **changes}
+    settings = {**settings, **told, "seed": seed, **changes}
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 class Comparison:
@@ -123,10 +123,9 @@ class Comparison:
 
     def search(self) -> list[Point]:
         """One change each from the contestant as it is."""
-        steps = self.preset.searched
-        if not steps or self.text:  # settings are searched once, and hold for every text
+        if self.text or not self.preset.searched:  # settings are searched once, and hold for every text
             return []
-        return [point(name, SEARCH_BYTES, steps, 0, **changes) for name, changes in TRIALS]
+        return [point(name, SEARCH_BYTES, steps, 0, **changes) for name, steps, changes in TRIALS]
 
     def rows(self) -> dict[tuple[int, int, str], list[Point]]:
         """By bytes, steps and contestant: one run for each seed."""

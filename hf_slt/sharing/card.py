@@ -63,10 +63,10 @@ _PLACES = (
 )
 
 
-def default_template() -> Path:
-    """The template of the project, in a checkout or as installed."""
-    checkout = Path(__file__).parents[2] / "model_cards" / "template.md"
-    return checkout if checkout.is_file() else Path(__file__).parents[1] / "model_cards" / "template.md"
+def model_cards() -> Path:
+    """The folder of the template and of the ticket that comes with the project, in a checkout or as installed."""
+    checkout = Path(__file__).parents[2] / "model_cards"
+    return checkout if (checkout / "template.md").is_file() else Path(__file__).parents[1] / "model_cards"
 
 
 def write_card(
@@ -139,7 +139,7 @@ def write_card(
     runs = {"ticket": measures, **(controls or {})} if _known(measures) else {}
     card = ModelCard.from_template(
         data,
-        template_path=str(template or default_template()),
+        template_path=str(template or model_cards() / "template.md"),
         title=title,
         name=name,
         auto_class=auto_class,
