@@ -226,7 +226,7 @@ def slt_parser() -> OptionParser:
     remote(one)
 
     one = command(
-        "generate", "go on with a text, word by word; without a TICKET, by the one that comes with hf_slt"
+        "generate", "go on with a text, word by word; by default with the ticket that comes with hf_slt"
     )
     ticket(one, nargs="?")
     one.add_argument("--prompt", default="", help="the text to go on with; none by default")

@@ -64,7 +64,7 @@ _PLACES = (
 
 
 def model_cards() -> Path:
-    """The folder of the template and of the ticket that comes with the project, in a checkout or as installed."""
+    """The folder of the template, and of the ticket that comes along: in a checkout, or as installed."""
     checkout = Path(__file__).parents[2] / "model_cards"
     return checkout if (checkout / "template.md").is_file() else Path(__file__).parents[1] / "model_cards"
 
