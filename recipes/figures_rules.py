@@ -1,8 +1,7 @@
 """Which mask rule is best for its bytes? All rules on text, at equal bytes of the file, beside dense rivals.
 
     python recipes/figures_rules.py --preset quick                       # a smoke test, minutes
-    python recipes/figures_rules.py --preset first                       # 300 steps, no rate is searched
-    python recipes/figures_rules.py --preset cpu                         # one size and seed, hours
+    python recipes/figures_rules.py --preset cpu                         # one size and seed, an hour
     python recipes/figures_rules.py --preset full --train_files a.txt    # the whole comparison: days
 
 Every contestant gets the width at which its file has the bytes asked for: a rule with more bits a weight is a
@@ -31,6 +30,7 @@ BASE = {
     "block_size": 128,
     "per_device_train_batch_size": 8,
     "warmup_steps": 30,
+    "min_lr_rate": 0,
     "save_steps": 0,
     "qk_scale": 2,
     "weight_learning_rate": 3e-3,
@@ -49,16 +49,21 @@ RULES: dict[str, tuple[dict[str, Any], float]] = {
     "multicoat": ({**CONSTANT, "rule": "multicoat"}, 1.21),
     "multibit": ({**CONSTANT, "rule": "multibit"}, 1.95),
 }
+STOCK = {"control": "dense", "initial_std": 0.08}
 CONTESTANTS = {
     **{
         f"{name}, scales": ({**of, "scales": "row", "scale_bits": 8}, bits)
         for name, (of, bits) in RULES.items()
     },
     **RULES,
-    "dense int4": ({"control": "dense", "rounding": "int4"}, 4.25),
-    "dense ternary": ({"control": "dense", "rounding": "ternary"}, 1.6),
+    "dense int4": ({**STOCK, "rounding": "int4"}, 4.25),
+    "dense ternary": ({**STOCK, "rounding": "ternary"}, 1.6),
 }
-RATES = {"scores": (2e-3, 5e-3, 1.5e-2), "bernoulli": (2e-2, 1e-1, 5e-1), "dense": (1e-3, 3e-3, 8e-3)}
+# The rules with learned scales, three of them also without, and the dense rivals.
+SHORT_LIST = tuple(
+    name for name in CONTESTANTS if name not in RULES or name in ("edge_popup", "sign", "signed")
+)
+RATES = {"scores": (3e-3, 1e-2), "bernoulli": (2e-2, 5e-1), "dense": (3e-3, 8e-3)}
 
 
 @dataclass(frozen=True)
@@ -69,13 +74,12 @@ class Preset:
     steps: tuple[int, ...]
     seeds: int
     contestants: tuple[str, ...] = tuple(CONTESTANTS)
-    searched: int = 300  # steps of a run that searches the rate; 0: the middle one of RATES is taken
+    searched: int = 300  # steps of a run that searches the rate
 
 
 PRESETS = {
     "quick": Preset((30_000,), (20,), 1, ("edge_popup", "sign, scales", "dense int4"), searched=10),
-    "first": Preset((115_000,), (300,), 1, searched=0),
-    "cpu": Preset((115_000,), (300, 1000), 1, searched=150),
+    "cpu": Preset((115_000,), (1000,), 1, SHORT_LIST),
     "full": Preset((60_000, 115_000, 230_000), (300, 1000, 3000), 3),
 }
 
@@ -92,7 +96,7 @@ def width_for(name: str, budget: int) -> int:
     def size(width: int) -> float:
         blocks, rows = 12 * BASE["n_layer"] * width**2, BASE["vocab_size"] + BASE["block_size"]
         outputs = rows + BASE["n_layer"] * 9 * width if options.get("scales") == "row" else 0
-        described = 0 if name.startswith("dense") else 8_000 + (5_000 if outputs else 0)
+        described = 0 if name.startswith("dense") else 2_600
         return (blocks + rows * width) * bits / 8 + outputs + described
 
     return min(range(8, 513, 4), key=lambda width: abs(size(width) - budget))
@@ -120,13 +124,11 @@ class Comparison:
         budget, steps = self.preset.budgets[0], self.preset.searched
         return {
             name: [point(name, budget, steps, rate, 0, self.files) for rate in RATES[kind_of(name)]]
-            for name in (self.preset.contestants if steps else ())
+            for name in self.preset.contestants
         }
 
     def best_rate(self, name: str, records: Any) -> float | None:
         """The rate of the lowest loss, if all were measured."""
-        if not self.preset.searched:
-            return RATES[kind_of(name)][1]
         found = [records.get(one) for one in self.search_points()[name]]
         if None in found:
             return None
@@ -194,7 +196,7 @@ def main() -> None:
     parser = studies.parser_of(__doc__, PRESETS, ["search", "compare"])
     parser.add_argument("--train_files", nargs="+", help="text to train on; the embedded corpus by default")
     options = parser.parse_args()
-    study = Study("rules", "first", options)
+    study = Study("rules", "cpu", options)
     comparison = Comparison(PRESETS[options.preset], options.train_files)
     search = [one for points in comparison.search_points().values() for one in points]
     # What is to be compared follows from the search, so the records of both are in one file.

@@ -31,25 +31,26 @@ def test_rivals_are_rounded_to_what_their_bytes_can_hold():
 def test_equal_bytes_is_a_list_of_all_runs_with_what_repeats_them(tmp_path):
     """The search tries each contestant as it is; what was measured stays, whatever is asked for next."""
     comparison = equal_bytes.Comparison(equal_bytes.PRESETS["cpu"], None)
-    points = [*comparison.search(), *(one for some in comparison.rows().values() for one in some)]
-    keys = {studies._key(one) for one in points}
-    assert {studies._key(points[0]), studies._key(points[1])} < keys
+    rows = comparison.rows()
+    searched = {studies._key(one) for one in comparison.search()}
+    ours, theirs = (rows[115_000, 1000, name][0] for name in equal_bytes.BEST)
+    assert {studies._key(ours), studies._key(theirs)} < searched
     path = tmp_path / "equal_bytes.json"
     found = {"loss": 4.5, "bytes": 7, "seconds": 1.0}
-    equal_bytes.FlatRecords(path, points, keep=True).add(points[0], found)
-    other = equal_bytes.FlatRecords(path, points[1:], keep=True)
-    other.add(points[1], found)
+    equal_bytes.FlatRecords(path, [ours], keep=True).add(ours, found)
+    other = equal_bytes.FlatRecords(path, [theirs], keep=True)
+    other.add(theirs, found)
     ticket, dense = sorted(json.loads(path.read_text()), key=lambda one: one["side"] == "dense")
     assert ticket | {"side": "dense", "settings": dense["settings"]} == dense
-    assert ticket["settings"] == dict(points[0])
+    assert ticket["settings"] == dict(ours)
     assert [ticket[name] for name in ("steps", "seed", "loss", "bytes")] == [1000, 0, 4.5, 7]
-    assert [one["loss"] for one in equal_bytes.table(comparison.rows(), other)] == [4.5, 4.5]
+    assert [one["loss"] for one in equal_bytes.table(rows, other)] == [4.5, 4.5]
 
 
 def test_every_contestant_has_rates_and_a_point_of_its_own():
     points = [study.point(name, 115_000, 10, 1e-3, 0, None) for name in study.CONTESTANTS]
     assert len({str(point) for point in points}) == len(points)
-    assert all(len(study.RATES[study.kind_of(name)]) == 3 for name in study.CONTESTANTS)
+    assert all(len(study.RATES[study.kind_of(name)]) > 1 for name in study.CONTESTANTS)
 
 
 @pytest.mark.slow
