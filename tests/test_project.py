@@ -211,6 +211,19 @@ def test_the_snippets_of_the_readme_run(workplace):
     assert (workplace / "runs" / "trainer" / "ticket" / "tokenizer.json").exists()
 
 
+@pytest.mark.slow
+def test_the_notebook_runs(tmp_path):
+    """All its cells in order, with few steps; it is kept without outputs."""
+    cells = json.loads((ROOT / "recipes" / "first_ticket.ipynb").read_text())["cells"]
+    assert not any(cell.get("outputs") for cell in cells)
+    text = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    (tmp_path / "cells.py").write_text(short := text.replace("STEPS = 150", "STEPS = 5"))
+    assert short != text
+    done = run("cells.py", cwd=tmp_path, env={**os.environ, "MPLBACKEND": "Agg", "HF_HUB_OFFLINE": "1"})
+    assert "of the bits have changed" in done.stdout
+    hf_slt.verify_ticket(tmp_path / "first_ticket")
+
+
 def test_version_is_one():
     assert f"version: {hf_slt.__version__}" in (ROOT / "CITATION.cff").read_text()
 
