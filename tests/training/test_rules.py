@@ -82,6 +82,8 @@ CASES = [
     for name, more in BESIDE.items()
     if (rule, name) != ("n_m", "search")
 ]
+# Codes of four bits, which are not embeddings of four bits.
+CASES.append(pytest.param("multibit", {"mask_bits": 4}, id="multibit-four_bits"))
 
 
 def trained(rule: str, steps: int = 3, **more) -> SupermaskGPT2LMHeadModel:
