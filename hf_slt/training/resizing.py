@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..model.codes import full_codes, pack_codes
-from ..model.layers import StoredLayer, TicketLayer
+from ..model.layers import LowRankEmbedding, StoredLayer, TicketLayer
 from ..model.quantisation import BITS
 from ..model.ticket import SLTError
 from ..sharing.mask_algebra import code_array
@@ -40,10 +40,12 @@ def resize_token_embeddings(
 @torch.no_grad()
 def resized(layer: Any, rows: int) -> Any:
     """A copy of a table with other rows. In a ticket a new row keeps all of its weights."""
+    if isinstance(layer, LowRankEmbedding):
+        return LowRankEmbedding(resized(layer.rows, rows), layer.basis)
     if layer.shape != tuple(layer.body.shape):
         raise RuntimeError("a ternary table cannot be resized; resize the ticket, then call to_ternary()")
     (tensor,), both = layer.tensors, min(rows, layer.shape[0])
-    if tensor.search < 1:
+    if tensor.search < 1 and layer.kind == "masked":
         raise SLTError(f"{tensor.name}: which weights are searched depends on its rows; it cannot be resized")
     options: dict[str, Any] = {"bits": layer.bits} if layer.kind == "trained" else {}
     if isinstance(layer, TicketLayer):

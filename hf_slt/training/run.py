@@ -69,7 +69,7 @@ def build_model(arguments: Arguments, corpus: Corpus) -> PreTrainedModel:
     """The model of a run, or of its control."""
     config = arguments.config(corpus.tokenizer)
     if arguments.run.control == "frozen_embeddings":
-        config.embedding, config.embedding_bits = "frozen", 32
+        config.embedding, config.embedding_bits, config.embedding_rank = "frozen", 32, None
     return dense_twin(config) if arguments.run.control == "dense" else SupermaskGPT2LMHeadModel(config)
 
 

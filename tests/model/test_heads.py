@@ -92,10 +92,10 @@ def test_resize_token_embeddings(tmp_path, changes, state, rows):
     assert model.config.vocab_size == rows
     fresh = SupermaskGPT2LMHeadModel(tiny_config(state=state, **changes | {"vocab_size": rows}))
     layers, both = dict(model.supermask_layers()), min(64, rows)
-    tables = {"transformer.wte", "lm_head"} & set(old)
+    tables = {"transformer.wte", "transformer.wte.rows", "lm_head"} & set(old)
     for path in tables:
         table, drawn = layers[path], fresh.get_submodule(path)
-        assert table.shape == (rows, 32)
+        assert table.shape == (rows, changes.get("embedding_rank", 32))
         assert np.array_equal(table.drawn_weight(), drawn.drawn_weight())
         for name, values in learned(table).items():
             if values.is_floating_point():  # scores or values

@@ -548,12 +548,12 @@ def test_controls_and_their_table(base, tmp_path, capsys):
         AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "dense" / "model"), GPT2LMHeadModel
     )
     frozen = verify_ticket(tmp_path / "run" / "frozen_embeddings" / "ticket")
-    assert not frozen.tensors["wte"].masked
+    assert frozen.tensors["wte"].kind == "frozen"
     assert not (tmp_path / "run" / "random_mask" / "ticket" / "README.md").exists()  # a card is of the ticket
     card = (tmp_path / "run" / "ticket" / "README.md").read_text()
     assert f"| ticket | {report['ticket']:.4f} |" in card
     assert f"| random mask | {report['random_mask']:.4f} |" in card
-    assert verify_ticket(tmp_path / "run" / "random_mask" / "ticket").tensors["wte"].masked
+    assert verify_ticket(tmp_path / "run" / "random_mask" / "ticket").tensors["wte"].kind == "masked"
 
 
 def test_a_signal_ends_the_controls_too(base, tmp_path, monkeypatch, capsys):
@@ -658,6 +658,7 @@ def test_resumed_to_the_same_bits(arguments, uninterrupted, monkeypatch, at):
 BESIDE = [
     ["--rule", "edge_popup", "--search", "0.4", "--tie_word_embeddings", "false"],
     ["--rule", "sign", "--scales", "row", "--layer_norm", "trained", "--head_bias"],
+    ["--rule", "n_m", "--embedding", "trained", "--embedding_rank", "8", "--embedding_bits", "4"],
 ]
 
 
