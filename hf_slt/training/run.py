@@ -288,10 +288,10 @@ class Run:
         self.log.write("evaluation", self.done, **measures)
         if rule is not None:
             parameters: Any = get_model_state_dict(self.model, options=WHOLE)
-            codes = codes_of(self.config, rule, parameters)
-            if self.accelerator.is_main_process:
+            if self.accelerator.is_main_process:  # others were given none
+                codes = codes_of(self.config, rule, parameters)
                 self.log.write("masks", self.done, **look_at(codes, self.masks, rule.factors))
-            self.masks = codes
+                self.masks = codes
         if self.options.moments:
             # The same blocks in every process: sharded weights are gathered by all or by none.
             blocks = self.corpus.validation
