@@ -120,7 +120,7 @@ def inspect(args: argparse.Namespace) -> None:
             f"{entry.scale:.4g}" if entry.scale is not None else "",
             f"{kept_of(header, entry):,}",
             f"{kept_of(header, entry) / sum(entry.counts or (entry.size,)):.4f}",
-            f"{entropy_bits(entry) / entry.size:.4f}" if entry.masked else "",
+            f"{entropy_bits(entry) / entry.size:.4f}" if entry.kind == "masked" else "",
             (entry.weight_sha256 or "")[:8],
             (entry.data_sha256 or "")[:8],
         )

@@ -38,6 +38,7 @@ CASES = {
     "normal-untied": {"tie_word_embeddings": False},
     "normal-trained": {"embedding": "trained"},
     "normal-trained-4bit": {"embedding": "trained", "embedding_bits": 4},
+    "normal-low_rank": {"embedding": "trained", "embedding_bits": 8, "embedding_rank": 12},
     "uniform": {"law": "uniform"},
     "uniform-no_norm": _THEORY,
     "constant-frozen": {"law": "signed_constant", "embedding": "frozen"},

@@ -12,7 +12,6 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Callable
-from functools import cache
 from typing import Any, Literal
 
 from huggingface_hub.dataclasses import strict
@@ -25,20 +24,21 @@ from .random_weights import GENERATOR, LAWS, TensorSpec
 
 logger = logging.get_logger(__name__)
 
-# Keys that transformers itself passes or stores beside the declared fields.
+# Keys that transformers itself passes, stores beside the declared fields or moves to another configuration.
 _KNOWN_EXTRAS = frozenset(
     "model_type auto_map name_or_path _name_or_path _commit_hash torch_dtype num_labels use_return_dict "
     "output_attentions attn_implementation experts_implementation per_layer_config tokenizer_class "
     "task_specific_params finetuning_task torchscript use_bfloat16 prefix is_decoder sep_token_id "
     "decoder_start_token_id cross_attention_hidden_size tie_encoder_decoder pruned_heads tf_legacy_loss "
     "_attn_implementation_internal _experts_implementation_internal distributed_config".split()
-)
+).union(GenerationConfig().to_dict())
 # What gives a rule's options their defaults, and refuses those of others; training brings it along.
 SETTLERS: list[Callable[["SupermaskGPT2Config"], None]] = []
 RULE_OPTIONS = ("density", "densities", "mask_bits", "threshold", "n_of_m")
 # What belongs to a mask, of which one backbone may have several.
 MASK_OPTIONS = ("rule", *RULE_OPTIONS, "factors", "search", "frozen_density", "mask_digest")
-EMBEDDINGS = ("wte", "wpe", "lm_head")  # an untied head follows the embeddings
+EMBEDDINGS = ("wte", "wte.rows", "wpe", "lm_head")  # an untied head follows the embeddings
+INPUTS_FIRST = ("h.", "wte.basis")  # how names of tensors begin that are (inputs, outputs), as Conv1D
 # A ticket that was trained with another head may lack these.
 HEADS = ("lm_head", "score", "lm_head.scale", "score.scale", "head_bias")
 _GPT2_WIDTH = 768  # the width that GPT-2's initializer_range of 0.02 was made for
@@ -124,6 +124,10 @@ class SupermaskGPT2Config(GPT2Config):
         "masked", "Embeddings: masked as all weights, frozen (random, all kept) or trained and stored."
     )
     embedding_bits: int = _option(32, "Bits of a trained embedding value in the ticket: 32, 8 or 4.")
+    embedding_rank: int | None = _option(
+        None,
+        "Trained embeddings: stored numbers a token, times a masked basis; n_embd, and none, by default.",
+    )
     n_qk: int | None = _option(None, "Width of a query and key per head; n_embd / n_head by default.")
     n_v: int | None = _option(None, "Width of a value per head; n_embd / n_head by default.")
     # Set by the library: whether this is a model that learns; the generator's version; a digest of all masks.
@@ -133,7 +137,11 @@ class SupermaskGPT2Config(GPT2Config):
     mask_digest: str | None = None
 
     def __post_init__(self, **kwargs):
-        _refuse_unknown(type(self), kwargs)
+        names = [field.name for field in dataclasses.fields(self)]
+        for name in sorted(kwargs.keys() - _known(type(self))):  # transformers would take it in silence
+            near = difflib.get_close_matches(name, names, n=1)
+            cure = f"did you mean {near[0]!r}?" if near else "see help(SupermaskGPT2Config)"
+            raise ValueError(f"unknown option {name!r} for SupermaskGPT2Config; {cure}")
         if (kwargs.get("num_labels") or 0) > 1 << 20:  # transformers makes a name for each
             raise ValueError(f"num_labels {kwargs['num_labels']} is more than a million")
         super().__post_init__(**kwargs)
@@ -146,7 +154,7 @@ class SupermaskGPT2Config(GPT2Config):
     @classmethod
     def from_dict(cls, config_dict: dict, **kwargs):
         """As in transformers. A key of a file that is no option is kept, with a warning, not an error."""
-        extras = {name: value for name, value in config_dict.items() if name not in _known(cls)}
+        extras = {name: config_dict[name] for name in sorted(config_dict.keys() - _known(cls))}
         known = {name: value for name, value in config_dict.items() if name not in extras}
         try:
             loaded = super().from_dict(known, **kwargs)
@@ -178,6 +186,10 @@ class SupermaskGPT2Config(GPT2Config):
         bits, kept, search, qk = self.embedding_bits, self.frozen_density, self.search, self.qk_scale
         trained, generator, floating = self.embedding == "trained", self.weight_generator, "is_floating_point"
         need(bits == 32 or trained, f"embedding_bits {bits}: give embedding='trained' as well")
+        if (rank := self.embedding_rank) is not None:
+            need(0 < rank <= self.n_embd, f"embedding_rank {rank} is not in 1 .. n_embd {self.n_embd}")
+            cure = "give embedding='trained' and tie_word_embeddings=True as well"
+            need(trained and self.tie_word_embeddings, f"embedding_rank {rank}: {cure}")
         cure = "install the version of hf_slt that made the ticket"
         need(generator == GENERATOR, f"weight_generator {generator!r} is not {GENERATOR!r}; {cure}")
         need(getattr(self.dtype, floating, self.dtype is None), f"dtype {self.dtype} is none of float")
@@ -211,15 +223,12 @@ class SupermaskGPT2Config(GPT2Config):
 
     def tensor_names(self) -> list[str]:
         """The names of all tensors of the base model; a head of its own comes beside them."""
-        inside = [name for name in self._shapes() if "." in name]
-        names = ["wte", "wpe", *(f"h.{block}.{name}" for block in range(self.n_layer) for name in inside)]
-        names += self.scale_names(*names)
+        inside = [name for name in self._shapes() if name.startswith(("attn", "mlp"))]
+        names = ["wte.rows", "wte.basis", "wpe"] if self.embedding_rank else ["wte", "wpe"]
         if self.layer_norm == "trained":
-            names += [
-                "ln_f",
-                *(f"h.{block}.{ln}" for block in range(self.n_layer) for ln in ("ln_1", "ln_2")),
-            ]
-        return names
+            inside, names = [*inside, "ln_1", "ln_2"], [*names, "ln_f"]
+        names += [f"h.{block}.{name}" for block in range(self.n_layer) for name in inside]
+        return names + self.scale_names(*names)
 
     def scale_names(self, *names: str) -> list[str]:
         """The names of the learned scales of tensors."""
@@ -259,7 +268,7 @@ class SupermaskGPT2Config(GPT2Config):
         """Rows and columns: inputs and outputs within a block, the other way in tables and heads."""
         if name.endswith(".scale"):
             rows, columns = self.shape_of(name.removesuffix(".scale"))
-            return 1, 1 if self.scales == "tensor" else columns if name.startswith("h.") else rows
+            return 1, 1 if self.scales == "tensor" else columns if name.startswith(INPUTS_FIRST) else rows
         if self._is_vector(name):
             return 1, self.vocab_size if name == "head_bias" else self.n_embd
         inside = name.split(".", 2)[-1] if name.startswith("h.") else name
@@ -269,6 +278,8 @@ class SupermaskGPT2Config(GPT2Config):
         width, qk, v = self.n_embd, self.n_head * self.qk_width, self.n_head * self.v_width
         return {
             "wte": (self.vocab_size, width),
+            "wte.rows": (self.vocab_size, self.embedding_rank or width),
+            "wte.basis": (self.embedding_rank or width, width),
             "wpe": (self.n_positions, width),
             "attn.c_attn.query": (width, qk),
             "attn.c_attn.key": (width, qk),
@@ -285,7 +296,7 @@ class SupermaskGPT2Config(GPT2Config):
         leaf = name.rsplit(".", 1)[-1]
         if self._is_vector(name):
             return "constant", 0.0 if leaf == "head_bias" else 1.0
-        embedding = leaf in EMBEDDINGS
+        embedding = name in EMBEDDINGS
         law = self.embedding_law or self.law if embedding else self.law
         scale = 1.0
         if law in ("normal", "signed_constant"):
@@ -297,6 +308,8 @@ class SupermaskGPT2Config(GPT2Config):
                 scale *= widening if embedding else math.sqrt(widening)
             if leaf == "c_proj":
                 scale /= math.sqrt(2 * self.n_layer)
+            if leaf == "basis":  # what it makes of a row is as large as the row
+                scale = 1 / math.sqrt(self.embedding_rank or 1)
         if leaf in ("query", "key"):
             # Two square roots: IEEE rounds them alike everywhere, which pow() does not promise.
             paper = math.sqrt(math.sqrt(self.qk_width))
@@ -304,23 +317,9 @@ class SupermaskGPT2Config(GPT2Config):
         return law, scale
 
 
-def _refuse_unknown(cls: type[GPT2Config], extras: dict) -> None:
-    """A misspelled option must not be taken in silence, as transformers does."""
-    for name in extras:
-        if name not in _known(cls):
-            near = difflib.get_close_matches(name, [field.name for field in dataclasses.fields(cls)], n=1)
-            cure = f"did you mean {near[0]!r}?" if near else "see help(SupermaskGPT2Config)"
-            raise ValueError(f"unknown option {name!r} for SupermaskGPT2Config; {cure}")
-
-
 def _known(cls: type[GPT2Config]) -> set[str]:
     declared = {field.name for field in dataclasses.fields(cls)} | set(cls.attribute_map)
-    return declared | _KNOWN_EXTRAS | _generation_options()
-
-
-@cache
-def _generation_options() -> frozenset[str]:  # transformers moves these to the generation config
-    return frozenset(GenerationConfig().to_dict())
+    return declared | _KNOWN_EXTRAS
 
 
 def need(good: Any, message: str) -> None:

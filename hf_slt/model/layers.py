@@ -44,9 +44,7 @@ def make_layer(
     scales: trained numbers that the outputs of each tensor are multiplied by; in `bits` too.
     """
     if state not in LAYERS:
-        raise ImportError(
-            f"this model holds {state}, to be trained with: pip install hf_slt, and import hf_slt"
-        )
+        raise ImportError(f"a model of {state} is to be trained: pip install hf_slt, and import hf_slt")
     options = {"bits": bits} if kind == "trained" else {}
     layer = LAYERS[state][kind, use](tensors, **options)
     for tensor, scale in zip(tensors, scales, strict=False):
@@ -155,22 +153,47 @@ class Linear(SupermaskLayer, Conv1D):
         self.nx, self.nf = self.shape
         self.register_parameter("bias", None)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden @ self.masked_weight()
+    def forward(self, hidden: Tensor, unembed: bool = False) -> Tensor:
+        """What is made of inputs, or with `unembed` the way back, by the transpose."""
+        return (F.linear if unembed else torch.matmul)(hidden, self.masked_weight())
 
 
 class Embedding(SupermaskLayer, nn.Embedding):
     """Rows of a table; also its transpose, so that a tied table is masked once for both uses."""
 
+    padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse = None, None, 2.0, False, False
+
     def __init__(self, tensors: Specs) -> None:
         super().__init__(tensors)
         self.num_embeddings, self.embedding_dim = self.shape
-        self.padding_idx, self.max_norm, self.norm_type = None, None, 2.0
-        self.scale_grad_by_freq, self.sparse = False, False
 
     def forward(self, input: Tensor, unembed: bool = False) -> Tensor:
         """Rows of the token ids, or with `unembed` the logits of hidden states: hooks see either use."""
         return (F.linear if unembed else F.embedding)(input, self.masked_weight())
+
+
+class LowRankEmbedding(nn.Embedding):
+    """A tied table of few stored numbers a token, the rows, and a masked matrix, the basis.
+
+    table = rows @ basis,    logits = hidden @ basis^T @ rows^T: the table itself is not made.
+    """
+
+    padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse = None, None, 2.0, False, False
+    _is_hf_initialized = True  # its parts are, by themselves
+
+    def __init__(self, rows: SupermaskLayer, basis: SupermaskLayer) -> None:
+        nn.Module.__init__(self)
+        self.rows, self.basis = rows, basis
+        self.num_embeddings, self.embedding_dim = rows.shape[0], basis.shape[1]
+
+    def forward(self, input: Tensor, unembed: bool = False) -> Tensor:
+        if unembed:  # without an adapter, which is for lookups only
+            return self.rows(getattr(self.basis, "base_layer", self.basis)(input, unembed), unembed)
+        return self.basis(self.rows(input))
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        return self.rows.masked_weight() @ self.basis.masked_weight()
 
 
 class Head(SupermaskLayer, nn.Linear):
@@ -326,9 +349,8 @@ class StoredLayer(SupermaskLayer):
 
     @torch.no_grad()
     def reset(self) -> None:
-        if self.weight.is_meta or getattr(self.weight, "_is_hf_initialized", False):
-            return
-        self.weight.copy_(torch.from_numpy(self.drawn_weight()))
+        if not self.weight.is_meta and not getattr(self.weight, "_is_hf_initialized", False):
+            self.weight.copy_(torch.from_numpy(self.drawn_weight()))
 
     def masked_weight(self) -> Tensor:
         return self.weight

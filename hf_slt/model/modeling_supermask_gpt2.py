@@ -30,7 +30,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .configuration_supermask_gpt2 import SupermaskGPT2Config
-from .layers import FORWARDS, LOSSES, SupermaskLayer, make_layer
+from .layers import FORWARDS, LOSSES, LowRankEmbedding, SupermaskLayer, make_layer
 from .pretrained import TicketPreTrainedModel
 from .quantisation import BITS  # noqa: F401  older transformers copy to their cache only what is named here
 from .random_weights import draw  # noqa: F401  likewise
@@ -178,7 +178,9 @@ class SupermaskGPT2Model(SupermaskGPT2PreTrainedModel):
 
     def __init__(self, config: SupermaskGPT2Config) -> None:
         super().__init__(config)
-        self.wte: Any = build_layer(config, "embedding", "wte")
+        self.wte: Any = build_layer(config, "embedding", "wte.rows" if config.embedding_rank else "wte")
+        if config.embedding_rank:
+            self.wte = LowRankEmbedding(self.wte, build_layer(config, "linear", "wte.basis"))
         self.wpe = build_layer(config, "embedding", "wpe")
         self.drop = nn.Dropout(config.embd_pdrop)
         self.h = nn.ModuleList([SupermaskGPT2Block(config, index) for index in range(config.n_layer)])
@@ -200,13 +202,11 @@ class SupermaskGPT2Model(SupermaskGPT2PreTrainedModel):
         use_cache: bool | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give input_ids or inputs_embeds, one of them")
         if inputs_embeds is None:
-            if input_ids is None:
-                raise ValueError("give input_ids or inputs_embeds")
             self.warn_if_padding_and_no_attention_mask(input_ids, attention_mask)
             inputs_embeds = self.wte(input_ids)
-        elif input_ids is not None:
-            raise ValueError("give input_ids or inputs_embeds, not both")
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         if position_ids is None:
@@ -241,8 +241,7 @@ class SupermaskGPT2LMHeadModel(SupermaskGPT2PreTrainedModel, GenerationMixin):
     def __init__(self, config: SupermaskGPT2Config) -> None:
         super().__init__(config)
         self.transformer = SupermaskGPT2Model(config)
-        tied = config.tie_word_embeddings
-        self.lm_head: Any = None if tied else build_layer(config, "head", "lm_head")
+        self.lm_head: Any = None if config.tie_word_embeddings else build_layer(config, "head", "lm_head")
         self.head_bias = build_layer(config, "vector", "head_bias") if config.head_bias else None
         # By family, as the class name does not tell: else Trainer scales the loss by (length - 1) / length.
         self.loss_type = "ForCausalLM"

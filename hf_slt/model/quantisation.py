@@ -26,11 +26,6 @@ def dequantise(codes: np.ndarray, scales: np.ndarray, shape: tuple[int, ...], bi
     return codes.reshape(shape).astype(np.float32) * scales.astype(np.float32)[:, None]
 
 
-def largest_code(bits: int) -> int:
-    """127 for 8 bits, 7 for 4."""
-    return 2 ** (bits - 1) - 1
-
-
 def stored_form(shape: tuple[int, ...], bits: int) -> tuple[tuple[int, ...], np.dtype]:
     """Shape and type of the codes of a table."""
     if bits == 4:

@@ -32,7 +32,7 @@ float64 is good to 1e-9, and `TABLE_DIGEST` is checked when they are built.
 import hashlib
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -51,11 +51,7 @@ _CHUNK = 1 << 17
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One frozen tensor: all that its weights follow from, what a mask over them means and how it is found.
-
-    >>> TensorSpec("wte", (2, 2), seed=7, law="signed_constant", scale=0.5).draw().tolist()
-    [[0.5, -0.5], [0.5, 0.5]]
-    """
+    """One frozen tensor: all that its weights follow from, what a mask over them means, how it is found."""
 
     name: str
     shape: tuple[int, int]
@@ -182,7 +178,8 @@ _INTEGERS: dict[str, Callable[[np.ndarray], tuple[np.ndarray, int]]] = {
 @cache
 def _normal_tables() -> tuple[np.ndarray, np.ndarray]:
     """The tables A and B of the specification, checked against `TABLE_DIGEST`."""
-    upper = list(_upper_quantiles())
+    inverse = NormalDist().inv_cdf
+    upper = [inverse((j + 0.5) / 2**16) for j in range(2**15, 2**16)]
     quantiles = np.array([-q for q in reversed(upper)] + upper)  # odd symmetry, exactly
     tables = [np.rint(part * 2**21 * quantiles).astype("<i4") for part in (0.6, 0.8)]
     found = digest(np.concatenate(tables))
@@ -192,11 +189,6 @@ def _normal_tables() -> tuple[np.ndarray, np.ndarray]:
             "square root is wrong, and tickets drawn here would not be portable"
         )
     return tables[0], tables[1]
-
-
-def _upper_quantiles() -> Iterator[float]:
-    inverse = NormalDist().inv_cdf
-    return (inverse((j + 0.5) / 2**16) for j in range(2**15, 2**16))
 
 
 def _threads() -> int:

@@ -35,7 +35,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load
 
 from .codes import count_codes, planes
-from .configuration_supermask_gpt2 import HEADS, SLTError, SupermaskGPT2Config, TicketError  # noqa: F401
+from .configuration_supermask_gpt2 import HEADS, SLTError, SupermaskGPT2Config, TicketError, need  # noqa: F401
 from .quantisation import BITS, dequantise, stored_form
 from .random_weights import digest
 
@@ -59,7 +59,8 @@ _DTYPES = {"uint8": "U8", "int8": "I8", "float16": "F16", "float32": "F32"}  # a
 AGAIN = "download or copy the file again"  # the cure of all damage
 # Options that configurations of version 1 do not have, with the values that they stand for there.
 ADDED: dict[str, Any] = {"factors": [0.0, 1.0], "search": 1.0, "scales": "none", "scale_bits": 16}
-ADDED |= {"head_bias": False} | dict.fromkeys("frozen_density densities mask_bits threshold n_of_m".split())
+ADDED |= dict.fromkeys("frozen_density densities mask_bits threshold n_of_m embedding_rank".split())
+ADDED |= {"head_bias": False}
 # What may differ between config.json and the header: how a ticket is loaded, not what it computes.
 LOADING_KEYS = set("transformers_version architectures auto_map _name_or_path use_cache mask_digest".split())
 
@@ -90,14 +91,6 @@ class Entry:
         """As `SupermaskGPT2Config.kind_of`: masked, frozen or trained."""
         return "trained" if self.law is None else "frozen" if self.counts is None else "masked"
 
-    @property
-    def masked(self) -> bool:
-        return self.kind == "masked"
-
-    @property
-    def trained(self) -> bool:
-        return self.kind == "trained"
-
     def stored(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
         """Keys, shapes and types of its data in a packed file."""
         if self.key is None:
@@ -121,7 +114,7 @@ class Header:
     format_version: int = FORMAT_VERSION
 
     def masked(self) -> dict[str, Entry]:
-        return {name: entry for name, entry in self.tensors.items() if entry.masked}
+        return {name: entry for name, entry in self.tensors.items() if entry.kind == "masked"}
 
 
 @dataclass(frozen=True)
@@ -205,7 +198,7 @@ def read_header(path: Path) -> Header:
     wanted = {
         key: (shape, _DTYPES[str(dtype)])
         for entry in entries
-        if coded is None or (coded == CODED_KEYS[1] and not entry.masked)
+        if coded is None or (coded == CODED_KEYS[1] and entry.kind != "masked")
         for key, (shape, dtype) in entry.stored().items()
     }
     if coded is not None:  # of any length
@@ -247,7 +240,8 @@ def ticket_and_faults(path: Path) -> tuple[Ticket, list[TicketError]]:
             codes, scales = stored[entry.key], stored[entry.key + SCALES]
             arrays[name] = dequantise(codes, scales, entry.shape, entry.bits)
         elif name not in arrays:
-            arrays[name] = stored[entry.key] if entry.masked else stored[entry.key].astype(np.float32)
+            values = stored[entry.key]
+            arrays[name] = values if entry.kind == "masked" else values.astype(np.float32)
         digests[name], array = digest(arrays[name]), arrays[name]
         if not (found := digests[name]).startswith(str(entry.data_sha256)):
             differ = f"digest {found[:8]}..., not the {str(entry.data_sha256)[:8]}... in its metadata"
@@ -360,12 +354,9 @@ def _parse_header(path: Path, facts: dict[str, Any]) -> Header:
             entries[name] = Entry(**told)
         header = Header(**{**facts, "tensors": entries})
         config = SupermaskGPT2Config.from_dict(dict(header.config))
-        if config.mask_digest != header.mask_digest:
-            raise ValueError(
-                f"mask_digest {header.mask_digest!r}, but {config.mask_digest!r} in the configuration"
-            )
-        if config.state != "ticket":
-            raise ValueError(f"state {config.state!r}, not 'ticket'")
+        own, told = header.mask_digest, config.mask_digest
+        need(own == told, f"mask_digest {own!r}, but {told!r} in the configuration")
+        need(config.state == "ticket", f"state {config.state!r}, not 'ticket'")
         check_tensors(header, config)
     except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
         raise TicketError(f"{path}: metadata that describe no ticket ({error}); {AGAIN}") from None
@@ -386,32 +377,31 @@ def state_key(name: str, kind: str) -> str | None:
 
 def check_tensors(header: Header, config: SupermaskGPT2Config, *, sizes: bool = True) -> None:
     """Raise ValueError unless a header's tensors are those of a model of this configuration."""
-    if config.n_layer > len(header.tensors):  # before as many names are made
-        raise ValueError(f"{config.n_layer} layers of {len(header.tensors)} tensors")
+    many = len(header.tensors)
+    need(config.n_layer <= many, f"{config.n_layer} layers of {many} tensors")  # before names are made
     names = set(config.tensor_names())
     for name in sorted((names ^ header.tensors.keys()) - set(HEADS)):
         raise ValueError(f"{name} is missing" if name in names else f"{name} is no tensor of such a model")
     for name, entry in header.tensors.items():
         tensor, kind = config.tensor(name), config.kind_of(name)
-        if sizes and repr(entry.shape) != repr(tensor.shape):
-            raise ValueError(f"{name} has shape {entry.shape}, the model wants {tensor.shape}")
+        fits = not sizes or repr(entry.shape) == repr(tensor.shape)  # 1.0 is not 1
+        need(fits, f"{name} has shape {entry.shape}, the model wants {tensor.shape}")
         found = (entry.kind, entry.law, entry.scale, entry.bits)
         bits = planes(len(config.factors)) if kind == "masked" else 1
         drawn, stored = (kind, tensor.law, tensor.scale, bits), (kind, None, None, config.bits_of(name))
-        if repr(found) != repr(wanted := stored if kind == "trained" else drawn):  # 1.0 is not 1
-            raise ValueError(f"{name} is {found} (kind, law, scale, bits), the configuration says {wanted}")
+        same = repr(found) == repr(wanted := stored if kind == "trained" else drawn)
+        need(same, f"{name} is {found} (kind, law, scale, bits), the configuration says {wanted}")
         if entry.counts is not None:
             whole = all(type(one) is int and one >= 0 for one in entry.counts)
             many = max(1, round(tensor.search * entry.size))
-            if not whole or len(entry.counts) != len(config.factors) or sum(entry.counts) != many:
-                raise ValueError(f"{name} has codes {entry.counts} of {many} weights")
+            fits = whole and len(entry.counts) == len(config.factors) and sum(entry.counts) == many
+            need(fits, f"{name} has codes {entry.counts} of {many} weights")
         place = state_key(name, kind)
-        digests = [one and len(one) >= DIGITS for one in (entry.data_sha256, entry.weight_sha256)]
-        expected = [None if place is None else True, None if kind == "trained" else True]
-        if entry.key not in (place, f"transformer.{place}") or digests != expected:
-            raise ValueError(
-                f"{name} has key {entry.key!r} and digests {entry.data_sha256, entry.weight_sha256}"
-            )
+        digests = entry.data_sha256, entry.weight_sha256
+        lengths = [one and len(one) >= DIGITS for one in digests]
+        fits = lengths == [None if place is None else True, None if kind == "trained" else True]
+        fits = fits and entry.key in (place, f"transformer.{place}")
+        need(fits, f"{name} has key {entry.key!r} and digests {digests}")
 
 
 def config_faults(path: Path, header: Header, config: Mapping[str, Any]) -> Iterator[TicketError]:

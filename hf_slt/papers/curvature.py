@@ -230,7 +230,10 @@ class _PlainModel:
             if block in inside
         ]
         if "embedding" in blocks:
-            found.append(_Place(None, "embedding", "transformer.wte", slice(None)))
+            path = (
+                "transformer.wte.rows" if getattr(self.config, "embedding_rank", None) else "transformer.wte"
+            )
+            found.append(_Place(None, "embedding", path, slice(None)))
         return (place for place in found if space == "weight" or place.path in self.frozen_layers)
 
     def operator(self, place: _Place, space: str) -> CurvatureOperator:

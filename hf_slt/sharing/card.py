@@ -51,6 +51,7 @@ _SHAPE = {
     "n_positions": "positions",
     "vocab_size": "vocabulary",
     "embedding": "embeddings",
+    "embedding_rank": "their rank",
     "layer_norm": "LayerNorm",
 }
 # Where a run writes and what it shows: no part of what it computes.
@@ -156,7 +157,7 @@ def write_card(
         laws=sorted({f"`{entry.law}`" for entry in header.tensors.values() if entry.law}),
         shape=[(label, config[key]) for key, label in _SHAPE.items() if config.get(key) is not None],
         tensors=[_tensor_row(tensor, entry, header) for tensor, entry in header.tensors.items()],
-        trained=[f"`{tensor}`" for tensor, entry in header.tensors.items() if entry.trained],
+        trained=[f"`{tensor}`" for tensor, entry in header.tensors.items() if entry.kind == "trained"],
         metrics=(columns := [key for key in METRICS if any(key in _known(run) for run in runs.values())]),
         metric_labels=METRICS,
         runs=[
@@ -252,7 +253,7 @@ def measure_size(folder: Path, header: Header) -> dict[str, Any]:
     entries = header.tensors.values()
     trained, weights = sum(map(value_bytes, entries)), sum(entry.size for entry in entries)
     masked = sum(sum(entry.counts or ()) for entry in entries)
-    kept = sum(kept_of(header, entry) for entry in entries if entry.masked)
+    kept = sum(kept_of(header, entry) for entry in entries if entry.kind == "masked")
     return {
         "file_name": path.name,
         "file": total,
@@ -294,7 +295,7 @@ def entropy_bits(entry: Entry) -> float:
 
 def value_bytes(entry: Entry) -> int:
     """Bytes of trained values, with the scales of their rows."""
-    if not entry.trained:
+    if entry.kind != "trained":
         return 0
     return -(-entry.size * entry.bits // 8) + (2 * entry.shape[0] if entry.bits in BITS else 0)
 

@@ -67,7 +67,7 @@ def decode_file(stored: dict[str, np.ndarray], entries: Mapping[str, Entry]) -> 
 
 
 def _counts(entries: Mapping[str, Entry]) -> dict[str, Any]:
-    return {name: entry.counts for name, entry in entries.items() if entry.masked}
+    return {name: entry.counts for name, entry in entries.items() if entry.kind == "masked"}
 
 
 def _trained(entries: Mapping[str, Entry]) -> list[tuple[str, tuple[int, ...], np.dtype]]:
@@ -75,6 +75,6 @@ def _trained(entries: Mapping[str, Entry]) -> list[tuple[str, tuple[int, ...], n
     return [
         (key, shape, dtype.newbyteorder("<"))
         for _, entry in sorted(entries.items())
-        if entry.trained
+        if entry.kind == "trained"
         for key, (shape, dtype) in entry.stored().items()
     ]

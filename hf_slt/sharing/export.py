@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, PreTrainedModel
 
-from ..model.layers import SupermaskLayer, TicketLayer, Vector
+from ..model.layers import LowRankEmbedding, SupermaskLayer, TicketLayer, Vector
 
 
 def merge_and_unload(model: Any) -> PreTrainedModel:
@@ -38,6 +38,10 @@ def merge_and_unload(model: Any) -> PreTrainedModel:
         for path, layer in layers.items()
         if not isinstance(layer, Vector)  # scales are in the weights already
     }
+    for path, table in ended.named_modules():
+        if isinstance(table, LowRankEmbedding):
+            del weights[f"{path}.rows.weight"], weights[f"{path}.basis.weight"]
+            weights[f"{path}.weight"] = table.weight.detach()
     for path, layer in layers.items():
         if path.endswith(".gain"):
             weights[path.removesuffix("gain") + "weight"] = layer.masked_weight()[0].detach().clone()
@@ -70,6 +74,7 @@ def to_ternary(model: Any) -> Any:
         (path, layer)
         for path, layer in ticket.supermask_layers()
         if isinstance(layer, TicketLayer)
+        and not path.endswith(".basis")  # of a table, which needs its transpose too
         and {one.law for one in layer.tensors} == {"signed_constant"}
         and {-1.0, 0.0, 1.0}.issuperset(layer.tensors[0].factors)
     ]

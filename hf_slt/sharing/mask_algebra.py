@@ -141,11 +141,11 @@ def combine_tickets(
             f"masks of factors {factors} keep every weight and have no {how}; take the majority"
         )
     for name, entry in tickets[0].header.tensors.items():
-        if entry.masked:
+        if entry.kind == "masked":
             size, levels = sum(entry.counts or ()), len(factors)
             codes = [unpack_codes(ticket.arrays[name], size, levels) for ticket in tickets]
             masks[name] = pack_codes(COMBINATIONS[how](codes, zero), levels)
-        elif entry.trained:
+        elif entry.kind == "trained":
             for source, ticket in zip(sources, tickets, strict=True):
                 if not np.array_equal(ticket.arrays[name], tickets[0].arrays[name]):
                     raise TicketError(

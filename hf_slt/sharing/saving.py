@@ -20,7 +20,7 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from ..model.codes import count_codes, planes
 from ..model.layers import FORWARDS, TicketLayer
-from ..model.quantisation import BITS, dequantise, largest_code
+from ..model.quantisation import BITS, dequantise
 from ..model.random_weights import digest
 from ..model.ticket import (
     CODED_KEYS,
@@ -95,6 +95,8 @@ def describe(model: Any, encoding: str = "packed") -> tuple[Header, dict[str, np
     config.dtype = str(model.dtype).removeprefix("torch.")
     facts = json.loads(config.to_json_string())
     facts.pop("transformers_version", None)  # saving a ticket again elsewhere changes nothing
+    if config.embedding_rank is None:  # nor does it in a version that has this option
+        facts.pop("embedding_rank", None)
     return Header(facts, entries, encoding, config.mask_digest), arrays
 
 
@@ -266,6 +268,11 @@ def _in_order(data: bytes) -> bytes:
     text = json.dumps(json.loads(data[8 : 8 + length]), sort_keys=True, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # tensors stay aligned
     return len(text).to_bytes(8, "little") + text + data[8 + length :]
+
+
+def largest_code(bits: int) -> int:
+    """127 for 8 bits, 7 for 4."""
+    return 2 ** (bits - 1) - 1
 
 
 def quantise(values: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..model.configuration_supermask_gpt2 import SupermaskGPT2Config
+from ..model.configuration_supermask_gpt2 import INPUTS_FIRST, SupermaskGPT2Config
 from ..sharing.files import replacing
 from .rules import Place
 
@@ -37,7 +37,7 @@ def _place(config: SupermaskGPT2Config, name: str) -> Place:
     """The tensor that scores belong to: "transformer.h.0.attn.c_attn.query_scores" or "lm_head.scores"."""
     path = name.removeprefix("transformer.").removesuffix(".scores").removesuffix("_scores")
     tensor = config.tensor(path)
-    return Place(tensor, 0 if path.startswith("h.") else 1)
+    return Place(tensor, 0 if path.startswith(INPUTS_FIRST) else 1)
 
 
 def look_at(codes: dict[str, Tensor], before: dict[str, Tensor], factors: Sequence[float]) -> dict[str, Any]:

@@ -1,4 +1,8 @@
-"""Tables with other rows: those in both keep what they have, new ones are drawn like all others."""
+"""Tables with other rows: those in both keep what they have.
+
+New rows of masked and frozen tables are drawn like all others, for a mean has no seed. New rows of trained
+ones are the mean of the old, as in transformers, or drawn too.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -8,7 +12,7 @@ import torch
 from torch import nn
 
 from ..model.codes import full_codes, pack_codes
-from ..model.layers import StoredLayer, TicketLayer
+from ..model.layers import LowRankEmbedding, StoredLayer, TicketLayer
 from ..model.quantisation import BITS
 from ..model.ticket import SLTError
 from ..sharing.mask_algebra import code_array
@@ -21,14 +25,18 @@ def resize_token_embeddings(
     pad_to_multiple_of: int | None = None,
     mean_resizing: bool = True,
 ) -> nn.Module:
-    """As in transformers, except that new rows are drawn like all others; returns the table."""
+    """As in transformers; returns the table.
+
+    mean_resizing: new rows of trained tables are the mean of the others; else they are drawn, as where
+    learning starts. (transformers adds a little noise to the mean; here a resize can be repeated.)
+    """
     multiple = pad_to_multiple_of or 1
     rows = -(-(new_num_tokens or model.config.vocab_size) // multiple) * multiple
     if rows != model.config.vocab_size:
         model.config.vocab_size = rows
         for owner, name in ((model.base_model, "wte"), (model, "lm_head")):
             if getattr(owner, name, None) is not None:  # a tied head is the embedding
-                setattr(owner, name, resized(getattr(owner, name), rows))
+                setattr(owner, name, resized(getattr(owner, name), rows, mean_resizing))
         if getattr(model, "head_bias", None) is not None:
             model.head_bias = _lengthened(model.head_bias, rows)
         layers = [layer for _, layer in model.supermask_layers()]
@@ -38,12 +46,14 @@ def resize_token_embeddings(
 
 
 @torch.no_grad()
-def resized(layer: Any, rows: int) -> Any:
+def resized(layer: Any, rows: int, mean: bool = False) -> Any:
     """A copy of a table with other rows. In a ticket a new row keeps all of its weights."""
+    if isinstance(layer, LowRankEmbedding):
+        return LowRankEmbedding(resized(layer.rows, rows, mean), layer.basis)
     if layer.shape != tuple(layer.body.shape):
         raise RuntimeError("a ternary table cannot be resized; resize the ticket, then call to_ternary()")
     (tensor,), both = layer.tensors, min(rows, layer.shape[0])
-    if tensor.search < 1:
+    if tensor.search < 1 and layer.kind == "masked":
         raise SLTError(f"{tensor.name}: which weights are searched depends on its rows; it cannot be resized")
     options: dict[str, Any] = {"bits": layer.bits} if layer.kind == "trained" else {}
     if isinstance(layer, TicketLayer):
@@ -63,6 +73,8 @@ def resized(layer: Any, rows: int) -> Any:
         new.mask.copy_(torch.from_numpy(packed))
         new.materialise()
     elif layer.kind == "trained":
+        if mean:
+            new.body[:] = layer.body.float().mean(0)
         new.body[:both] = layer.body[:both]
         if isinstance(layer, StoredLayer) and layer.bits in BITS:  # a ticket's are rounded, the new ones too
             new.body.copy_(RoundedWeight.apply(new.body, layer.bits))

@@ -69,7 +69,7 @@ def build_model(arguments: Arguments, corpus: Corpus) -> PreTrainedModel:
     """The model of a run, or of its control."""
     config = arguments.config(corpus.tokenizer)
     if arguments.run.control == "frozen_embeddings":
-        config.embedding, config.embedding_bits = "frozen", 32
+        config.embedding, config.embedding_bits, config.embedding_rank = "frozen", 32, None
     return dense_twin(config) if arguments.run.control == "dense" else SupermaskGPT2LMHeadModel(config)
 
 
@@ -289,10 +289,10 @@ class Run:
         self.log.write("evaluation", self.done, **measures)
         if rule is not None:
             parameters: Any = get_model_state_dict(self.model, options=WHOLE)
-            codes = codes_of(self.config, rule, parameters)
-            if self.accelerator.is_main_process:
+            if self.accelerator.is_main_process:  # others were given none
+                codes = codes_of(self.config, rule, parameters)
                 self.log.write("masks", self.done, **look_at(codes, self.masks, rule.factors))
-            self.masks = codes
+                self.masks = codes
         if self.options.moments:
             # The same blocks in every process: sharded weights are gathered by all or by none.
             blocks = self.corpus.validation

@@ -36,8 +36,8 @@ from ..model.layers import (
     SupermaskLayer,
     Vector,
 )
-from ..model.quantisation import largest_code
 from ..model.random_weights import TensorSpec
+from ..sharing.saving import largest_code
 from .loss import causal_lm_loss, loss_of_a_ticket
 from .rules import RULES, Place
 from .selection import piece_size

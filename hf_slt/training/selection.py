@@ -12,7 +12,8 @@ than the arithmetic. On other devices it is found bit by bit, and no operator wa
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -153,18 +154,30 @@ def keep_by_bits(flats: Sequence[Tensor], count: int, magnitude: bool = False) -
 
     Floats are ordered as integers by their bits. The threshold, the largest integer that `count` values
     reach, is built from the highest bit down. Scores that are not finite are not noticed here: the norm of
-    their gradient is not finite either.
+    their gradient is not finite either. The integers of one tensor are kept; those of several, which may be
+    all scores of a model, are made anew for every bit.
     """
-    keys = torch.cat([_ordered_bits(flat.abs() if magnitude else flat) for flat in flats])
-    threshold = torch.full((), -(2**31), dtype=torch.int64, device=keys.device)
+    pieces = [piece for flat in flats for piece in flat.split(piece_size(flat))]
+    kept = [_ordered_bits(piece, magnitude) for piece in pieces] if len(flats) == 1 else None
+
+    def keys() -> Iterable[Tensor]:
+        return kept or (_ordered_bits(piece, magnitude) for piece in pieces)
+
+    threshold = torch.full((), -(2**31), dtype=torch.int64, device=flats[0].device)
     for bit in range(31, -1, -1):
         higher = threshold + 2**bit
-        threshold = torch.where((keys >= higher).sum() >= count, higher, threshold)
-    above, ties = keys > threshold, keys == threshold
-    return above | (ties & (ties.cumsum(0) <= count - above.sum()))
+        threshold = torch.where(sum((some >= higher).sum() for some in keys()) >= count, higher, threshold)
+    wanted: Any = count - sum((some > threshold).sum() for some in keys())
+    mask = torch.empty(sum(map(len, flats)), dtype=torch.bool, device=flats[0].device)
+    for some, part in zip(keys(), mask.split([len(piece) for piece in pieces]), strict=True):
+        ties = some == threshold
+        torch.logical_or(some > threshold, ties & (ties.cumsum(0, dtype=torch.int32) <= wanted), out=part)
+        wanted = wanted - ties.sum()
+    return mask
 
 
-def _ordered_bits(flat: Tensor) -> Tensor:
+def _ordered_bits(flat: Tensor, magnitude: bool) -> Tensor:
+    flat = flat.abs() if magnitude else flat
     bits = (flat.float() + 0.0).view(torch.int32)  # + 0.0: no minus zero, which is a zero
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)  # negative numbers the other way round
 

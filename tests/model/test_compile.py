@@ -52,7 +52,9 @@ def test_compiled_training_step():
 
 
 @pytest.mark.slow
-@these_cases("normal-untied", "normal-trained-4bit", "uniform-no_norm", "xavier-free_heads")
+@these_cases(
+    "normal-untied", "normal-trained-4bit", "normal-low_rank", "uniform-no_norm", "xavier-free_heads"
+)
 def test_compiled_training_step_of_cases(changes):
     check_compiled_training("aot_eager", **changes)
 
@@ -113,7 +115,7 @@ def loss_of(model):
     return loss, {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-@these_cases("normal", "normal-untied", "normal-trained", "normal-trained-4bit")
+@these_cases("normal", "normal-untied", "normal-trained", "normal-trained-4bit", "normal-low_rank")
 def test_gradients_of_one_model_and_of_several(changes):
     model = make(**changes).train()
     loss, values = loss_of(model)

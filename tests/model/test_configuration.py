@@ -32,6 +32,13 @@ def make(**options):
         ({"n_layer": 0}, "n_layer 0"),
         ({"add_cross_attention": True}, "add_cross_attention True is not"),
         ({"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn True"),
+        ({"embedding_rank": 4}, "embedding_rank 4: give embedding='trained'"),
+        (
+            {"embedding_rank": 4, "embedding": "trained", "tie_word_embeddings": False},
+            "tie_word_embeddings=True",
+        ),
+        ({"embedding_rank": 0, "embedding": "trained"}, r"embedding_rank 0 is not in 1 \.\. n_embd 32"),
+        ({"embedding_rank": 33, "embedding": "trained"}, "embedding_rank 33"),
         ({"weight_generator": "mt19937/1"}, "weight_generator 'mt19937/1'.*install the version"),
     ],
 )
@@ -92,6 +99,20 @@ def test_embeddings_may_have_their_own_law_and_range():
     assert config.law_of("wte") == config.law_of("lm_head") == ("normal", 0.5)
     assert config.law_of("h.0.mlp.c_fc") == ("signed_constant", 0.02)
     assert config.law_of("score")[0] == "signed_constant"
+
+
+def test_a_basis_keeps_the_size_of_what_it_is_given():
+    config = make(embedding="trained", embedding_rank=16, law="signed_constant", embedding_law="normal")
+    assert config.law_of("wte.rows") == config.law_of("wpe") == ("normal", 0.02)
+    assert config.law_of("wte.basis") == ("signed_constant", 0.25)  # 1 / sqrt(16)
+    names = config.tensor_names()
+    assert (config.shape_of("wte.rows"), config.shape_of("wte.basis")) == ((64, 16), (16, 32))
+    assert "wte" not in names
+    assert [config.kind_of(name) for name in ("wte.rows", "wte.basis", "wpe")] == [
+        "trained",
+        "masked",
+        "trained",
+    ]
 
 
 def test_config_survives_disk_and_copy(tmp_path):

@@ -84,7 +84,7 @@ def test_new_head_on_a_trained_language_model(tmp_path):
 @every_case
 @pytest.mark.parametrize("rows", [80, 50])
 def test_resize_token_embeddings(tmp_path, changes, state, rows):
-    """Rows in both keep what they have; new ones are as those of a fresh model of that length."""
+    """Rows in both keep what they have; new ones are as in a fresh model, or the mean of what is trained."""
     model = make(state, **changes)
     old = {path: (layer, learned(layer)) for path, layer in model.supermask_layers()}
     masks = model.mask_arrays()
@@ -92,15 +92,17 @@ def test_resize_token_embeddings(tmp_path, changes, state, rows):
     assert model.config.vocab_size == rows
     fresh = SupermaskGPT2LMHeadModel(tiny_config(state=state, **changes | {"vocab_size": rows}))
     layers, both = dict(model.supermask_layers()), min(64, rows)
-    tables = {"transformer.wte", "lm_head"} & set(old)
+    tables = {"transformer.wte", "transformer.wte.rows", "lm_head"} & set(old)
     for path in tables:
         table, drawn = layers[path], fresh.get_submodule(path)
-        assert table.shape == (rows, 32)
+        assert table.shape == (rows, changes.get("embedding_rank", 32))
         assert np.array_equal(table.drawn_weight(), drawn.drawn_weight())
         for name, values in learned(table).items():
             if values.is_floating_point():  # scores or values
                 assert torch.equal(values[:both], old[path][1][name][:both])
                 more = learned(drawn)[name][both:]
+                if table.kind == "trained":
+                    more = old[path][1][name].mean(0).expand_as(more)
                 rounded = state == "ticket" and table.bits in BITS
                 assert torch.equal(values[both:], RoundedWeight.apply(more, table.bits) if rounded else more)
                 assert table.get_parameter(name).requires_grad == (state == "scores")
@@ -123,6 +125,31 @@ def test_resize_token_embeddings(tmp_path, changes, state, rows):
     # Nor does transformers draw anew what is there.
     model.post_init()
     assert torch.equal(logits_of(model, IDS % 50), logits)
+
+
+@pytest.mark.parametrize("more", [{}, {"tie_word_embeddings": False}, {"embedding_rank": 12}], ids=str)
+def test_new_rows_of_trained_tables_are_as_in_transformers(more):
+    """The oracle is stock GPT-2, resized: the mean and a little noise."""
+    changes = {"embedding": "trained", **more}
+    stock = make(**changes).merge_and_unload()
+    stock.resize_token_embeddings(70, mean_resizing=True)
+    mean = make(**changes)
+    mean.resize_token_embeddings(70, mean_resizing=True)
+    spread = stock.get_input_embeddings().weight.std().item()
+    for ours, theirs in (
+        (mean.get_input_embeddings(), stock.get_input_embeddings()),
+        (mean.get_output_embeddings(), stock.get_output_embeddings()),
+    ):
+        assert_close(ours.weight[64:], theirs.weight[64:], rtol=0, atol=1e-3 * spread)
+        assert_close(ours.weight[:64], theirs.weight[:64], rtol=0, atol=1e-6)
+        assert torch.equal(ours.weight[64], ours.weight[69])
+    drawn = make(**changes)
+    drawn.resize_token_embeddings(70, mean_resizing=False)
+    fresh = SupermaskGPT2LMHeadModel(tiny_config(**changes | {"vocab_size": 70}))
+    for name, values in learned(fresh).items():
+        if values.shape[0] == 70:
+            assert torch.equal(learned(drawn)[name][64:], values[64:])
+            assert not torch.allclose(learned(mean)[name][64:], values[64:])
 
 
 def test_training_goes_on_after_a_resize_to_a_multiple():

@@ -32,7 +32,7 @@ def test_device_map(tmp_path, state, device_map):
 
 
 @both_states
-@these_cases("normal", "xavier-trained-untied")
+@these_cases("normal", "xavier-trained-untied", "normal-low_rank")
 def test_disk_offload(tmp_path, state, changes):
     model = make(state, **changes)
     model.save_pretrained(tmp_path / "model")
@@ -41,6 +41,8 @@ def test_disk_offload(tmp_path, state, changes):
         device_map[f"transformer.{name}"] = "cpu"
     if "tie_word_embeddings" in changes:
         device_map["lm_head"] = "disk"
+    if "embedding_rank" in changes:  # a tied table that is used both ways
+        device_map["transformer.wte"] = "disk"
     placed = AutoModelForCausalLM.from_pretrained(
         tmp_path / "model", device_map=device_map, offload_folder=tmp_path / "offload"
     )

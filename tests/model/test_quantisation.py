@@ -10,9 +10,9 @@ from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
 from hf_slt import SupermaskGPT2LMHeadModel, TicketError
-from hf_slt.model.quantisation import BITS, dequantise, largest_code
+from hf_slt.model.quantisation import BITS, dequantise
 from hf_slt.sharing.card import value_bytes
-from hf_slt.sharing.saving import quantise
+from hf_slt.sharing.saving import largest_code, quantise
 
 tables = arrays.arrays(
     np.float32,

@@ -1,5 +1,8 @@
 """What is learned, and that it computes what stock GPT-2 with the merged weights computes."""
 
+import math
+
+import numpy as np
 import pytest
 import torch
 from cases import (
@@ -22,6 +25,8 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, GPT2ForSequenceClassification, GPT2LMHeadModel, GPT2Model
 
 from hf_slt import SupermaskGPT2ForSequenceClassification, SupermaskGPT2LMHeadModel, SupermaskGPT2Model
+from hf_slt.model.random_weights import draw
+from hf_slt.model.ticket import read_ticket
 from hf_slt.training.scores import ValuesLayer
 
 
@@ -39,11 +44,17 @@ def test_only_scores_and_trained_embeddings_are_learned(changes):
     assert all(name.endswith("scores") for name in blocks)
     kind = changes.get("embedding", "masked")
     leaf = {"masked": "scores", "trained": "values"}.get(kind)
-    assert trainable - blocks == ({f"{table}.{leaf}" for table in tables} if leaf else set())
+    expected = {f"{table}.{leaf}" for table in tables} if leaf else set()
+    frozen = {f"{table}.weight" if kind == "frozen" else f"{table}.drawn" for table in tables}
+    if kind == "trained":
+        frozen = set()
+    if "embedding_rank" in changes:
+        parts = {"transformer.wte.rows.values", "transformer.wte.basis.scores"}
+        expected, frozen = expected - {"transformer.wte.values"} | parts, {"transformer.wte.basis.drawn"}
+    assert trainable - blocks == expected
     # What is drawn, and no other tensor, stays out of what DDP sends round.
     drawn = {name for name, _ in model.named_buffers()}
-    frozen = {f"{table}.weight" if kind == "frozen" else f"{table}.drawn" for table in tables}
-    assert {name for name in drawn if ".h." not in name} == (frozen if kind != "trained" else set())
+    assert {name for name in drawn if ".h." not in name} == frozen
     assert sum(".h." in name for name in drawn) == 2 * 4
     assert set(model._ddp_params_and_buffers_to_ignore) == drawn
     before, first = {name: buffer.clone() for name, buffer in model.named_buffers()}, learned(model)
@@ -79,14 +90,43 @@ def test_logits_loss_and_gradients_equal_stock(changes, state, attention):
     ours.loss.backward()
     theirs.loss.backward()
     # The straight-through gradient of a score is that of its weight, times weight and sign.
+    slopes = {name.removesuffix(".weight"): one.grad for name, one in stock.named_parameters()}
+    if "embedding_rank" in changes:  # the chain rule of a product
+        of_table, table = slopes["transformer.wte"], model.transformer.wte
+        slopes["transformer.wte.rows"] = of_table @ table.basis.weight.T
+        slopes["transformer.wte.basis"] = table.rows.weight.T @ of_table
     for path, layer in model.supermask_layers():
-        gradient = stock.get_parameter(f"{path}.weight").grad
+        gradient = slopes[path]
         if isinstance(layer, ValuesLayer):
             assert_close(layer.values.grad, gradient, rtol=1e-4, atol=1e-6)
         for tensor, columns in layer.places() if layer.kind == "masked" else ():
             scores = getattr(layer, layer.attribute(tensor, "scores"))
             expected = gradient[:, columns] * torch.from_numpy(tensor.draw()) * scores.sign()
             assert_close(scores.grad, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("scales", ["none", "row"])
+@pytest.mark.parametrize("encoding", ["packed", "entropy"])
+def test_a_table_of_low_rank_is_what_the_file_says(tmp_path, encoding, scales):
+    """The oracle is stock GPT-2 with a table multiplied out by hand, from the arrays of the file."""
+    model = make(embedding="trained", embedding_bits=4, embedding_rank=12, scales=scales)
+    model.save_ticket(tmp_path, encoding=encoding)
+    arrays = read_ticket(tmp_path / "mask.safetensors").arrays
+    drawn = draw(7, "wte.basis", (12, 32), "normal", 1 / math.sqrt(12))
+    basis = drawn * np.unpackbits(arrays["wte.basis"], bitorder="little").reshape(12, 32)
+    if scales == "row":
+        assert arrays["wte.basis.scale"].std() > 0
+        basis = basis * arrays["wte.basis.scale"]
+    table = torch.from_numpy(arrays["wte.rows"] @ basis)
+    for found in (model, AutoModelForCausalLM.from_pretrained(tmp_path)):
+        stock = found.merge_and_unload()
+        stock.transformer.wte.weight.data.copy_(table)
+        assert_close(logits_of(found), logits_of(stock), rtol=1e-5, atol=1e-5)
+        lookups = found.get_input_embeddings()(IDS)
+        assert_close(lookups, table[IDS], rtol=1e-5, atol=1e-5)
+        hidden = torch.randn(2, 3, 32)
+        assert_close(found.get_output_embeddings()(hidden), hidden @ table.T, rtol=1e-5, atol=1e-5)
+        assert (found.get_input_embeddings().num_embeddings, lookups.shape[-1]) == (64, 32)
 
 
 @both_states

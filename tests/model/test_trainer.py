@@ -112,7 +112,7 @@ def test_trainer_loads_the_best_model_at_the_end(tmp_path):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-@these_cases("normal", "normal-trained", "theory")
+@these_cases("normal", "normal-trained", "normal-low_rank", "theory")
 def test_gradient_checkpointing(reentrant, changes):
     model = make(**changes).train()
     expected = gradients(model)

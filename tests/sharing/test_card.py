@@ -162,7 +162,9 @@ def test_the_snippet_generates(ticket, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "case", ["normal", "normal-trained", "constant-frozen-untied", "xavier-free_heads"], ids=str
+    "case",
+    ["normal", "normal-trained", "normal-low_rank", "constant-frozen-untied", "xavier-free_heads"],
+    ids=str,
 )
 def test_numbers_are_those_of_the_ticket(case, tmp_path):
     folder = tmp_path / "ticket"
@@ -195,11 +197,13 @@ def test_numbers_are_those_of_the_ticket(case, tmp_path):
     parts = [number(row[1]) for row in table(card, "part | bytes")]
     assert parts[3] == sum(parts[:3]) == (folder / "mask.safetensors").stat().st_size
     assert parts[0] == sum(-(-mask.size // 8) for mask in masks.values())
-    trained = [entry for entry in header.tensors.values() if entry.trained]
-    assert parts[1] == sum(4 * entry.size for entry in trained) == sum(map(value_bytes, trained))
+    trained = [entry for entry in header.tensors.values() if entry.kind == "trained"]
+    bits = header.config.get("embedding_bits", 32)  # and two bytes a row for its scale, if it has one
+    by_hand = [entry.size * bits // 8 + (0 if bits == 32 else 2 * entry.shape[0]) for entry in trained]
+    assert parts[1] == sum(by_hand) == sum(map(value_bytes, trained))
     weights = sum(entry.size for entry in header.tensors.values())
     assert f"{8 * parts[3] / weights:.3f} bits per weight" in card
-    assert ("except" in card.split("##")[0]) == (case == "normal-trained")
+    assert ("except" in card.split("##")[0]) == (CASES[case].get("embedding") == "trained")
 
 
 def test_sizes_of_a_ticket_under_the_usual_name(tmp_path):

@@ -15,6 +15,7 @@ KINDS = {
     "frozen": {"embedding": "frozen"},
     "untied": {"tie_word_embeddings": False},
     "trained": {"embedding": "trained"},
+    "low_rank": {"embedding": "trained", "embedding_rank": 12},
     "normal_embeddings": {"embedding_law": "normal"},
     "free_heads": {"n_qk": 6, "n_v": 10},
 }

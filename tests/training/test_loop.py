@@ -549,12 +549,12 @@ def test_controls_and_their_table(base, tmp_path, capsys):
         AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "dense" / "model"), GPT2LMHeadModel
     )
     frozen = verify_ticket(tmp_path / "run" / "frozen_embeddings" / "ticket")
-    assert not frozen.tensors["wte"].masked
+    assert frozen.tensors["wte"].kind == "frozen"
     assert not (tmp_path / "run" / "random_mask" / "ticket" / "README.md").exists()  # a card is of the ticket
     card = (tmp_path / "run" / "ticket" / "README.md").read_text()
     assert f"| ticket | {report['ticket']:.4f} |" in card
     assert f"| random mask | {report['random_mask']:.4f} |" in card
-    assert verify_ticket(tmp_path / "run" / "random_mask" / "ticket").tensors["wte"].masked
+    assert verify_ticket(tmp_path / "run" / "random_mask" / "ticket").tensors["wte"].kind == "masked"
 
 
 def test_a_signal_ends_the_controls_too(base, tmp_path, monkeypatch, capsys):
@@ -659,6 +659,7 @@ def test_resumed_to_the_same_bits(arguments, uninterrupted, monkeypatch, at):
 BESIDE = [
     ["--rule", "edge_popup", "--search", "0.4", "--tie_word_embeddings", "false"],
     ["--rule", "sign", "--scales", "row", "--layer_norm", "trained", "--head_bias"],
+    ["--rule", "n_m", "--embedding", "trained", "--embedding_rank", "8", "--embedding_bits", "4"],
 ]
 
 
@@ -976,6 +977,20 @@ print("SENT", json.dumps(facts), flush=True)
 """
 
 
+def launch_two(folder: Path, script: str, *words: str) -> subprocess.CompletedProcess:
+    """A script in two real processes; its first argument is the folder of the recipes."""
+    (folder / "worker.py").write_text(script)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}
+    command = [
+        *(sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"),
+        *("--config_file", str(ROOT / "recipes" / "accelerate" / "cpu_ddp.yaml"), "--main_process_port", "0"),
+        *(str(folder / "worker.py"), str(SCRIPT.parent), *words),
+    ]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, cwd=ROOT)
+    assert run.returncode == 0, run.stderr[-3000:]
+    return run
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_two_processes_agree_with_one(base, tmp_path, kind):
@@ -996,16 +1011,8 @@ def test_two_processes_agree_with_one(base, tmp_path, kind):
             [*common, "--per_device_train_batch_size", "8", "--output_dir", str(tmp_path / "one")]
         )
     )
-    (tmp_path / "worker.py").write_text(WORKER)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}
-    command = [
-        *(sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"),
-        *("--config_file", str(ROOT / "recipes" / "accelerate" / "cpu_ddp.yaml"), "--main_process_port", "0"),
-        *(str(tmp_path / "worker.py"), str(SCRIPT.parent), kind, *common),
-        *("--per_device_train_batch_size", "4", "--output_dir", str(tmp_path / "two")),
-    ]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, cwd=ROOT)
-    assert run.returncode == 0, run.stderr[-3000:]
+    words = [*common, "--per_device_train_batch_size", "4", "--output_dir", str(tmp_path / "two")]
+    run = launch_two(tmp_path, WORKER, kind, *words)
     np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), atol=1e-5)
     first, second = (
         [r["trace"] for r in read_log(tmp_path / name / "log.jsonl") if r["kind"] == "moments"]
@@ -1023,3 +1030,46 @@ def test_two_processes_agree_with_one(base, tmp_path, kind):
     if kind == "ddp":  # once, at the start: scores and no frozen weight
         facts = json.loads(run.stdout.split("SENT", 1)[1].splitlines()[0])
         assert 0 < facts["sent"] <= facts["scores"]
+
+
+EVERY_RULE = """
+import sys, torch
+from pathlib import Path
+from hf_slt.training.arguments import parse_arguments
+from hf_slt.training.rules import RULES
+from hf_slt.training.run import Run
+
+sys.path.insert(0, sys.argv[1])
+from train_gpt2_slt import train
+
+for rule in RULES:
+    folder = Path(sys.argv[2], rule)
+    run = Run(parse_arguments([*sys.argv[3:], "--rule", rule, "--output_dir", str(folder)]))
+    assert run.accelerator.num_processes == 2
+    assert train(run)
+    model = run.accelerator.unwrap_model(run.model)
+    torch.save(model.state_dict(), f"{folder}-{run.accelerator.process_index}.pt")
+    run.finish()
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_agree_with_one_by_every_rule(base, tmp_path):
+    """One launch for all rules; both processes have the same bits, and but for rounding those of one."""
+    words = [*base, *"--dropout 0 --max_steps 4 --gradient_accumulation_steps 1 --eval_steps 0".split()]
+    launch_two(tmp_path, EVERY_RULE, str(tmp_path / "two"), *words, "--per_device_train_batch_size", "4")
+    for rule in rules.RULES:
+        ours, theirs = (torch.load(tmp_path / "two" / f"{rule}-{rank}.pt") for rank in range(2))
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours), rule
+        folders = [tmp_path / name / rule for name in ("one", "two")]
+        more = ["--per_device_train_batch_size", "8", "--rule", rule, "--output_dir", str(folders[0])]
+        find_ticket(parse_arguments([*words, *more]))
+        AcceleratorState._reset_state(reset_partial_state=True)
+        one, two = map(losses, folders)
+        if rule == "bernoulli":  # its chance follows from every bit of the scores: after a step it is another
+            one, two = one[:1], two[:1]
+        np.testing.assert_allclose(two, one, atol=1e-4, err_msg=rule)
+        masks = [AutoModelForCausalLM.from_pretrained(path / "ticket").mask_arrays() for path in folders]
+        same = sum(int((mask == masks[1][name]).sum()) for name, mask in masks[0].items())
+        assert same >= 0.999 * sum(mask.size for mask in masks[0].values()) or rule == "bernoulli", rule

@@ -75,6 +75,7 @@ BESIDE = {
     "plain": {},
     "scales": {"scales": "row", "scale_bits": 8, "head_bias": True, "layer_norm": "trained"},
     "search": {"search": 0.4, "scales": "tensor"},
+    "low_rank": {"embedding": "trained", "embedding_bits": 4, "embedding_rank": 8, "scales": "row"},
 }
 CASES = [
     pytest.param(rule, more, id=f"{rule}-{name}")
@@ -421,10 +422,12 @@ GOLDEN_SHAPE |= {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
 def golden_model(rule: str) -> SupermaskGPT2LMHeadModel:
     """The first scores of a tiny model; beside some rules a search or scales: all is in some file."""
     more = {"sign": {"scales": "row", "scale_bits": 8}, "multicoat": {"search": 0.5}}.get(rule, {})
+    if rule == "low_rank":
+        rule, more = "edge_popup", {"embedding": "trained", "embedding_bits": 4, "embedding_rank": 5}
     return SupermaskGPT2LMHeadModel(tiny_config(**GOLDEN_SHAPE, rule=rule, **more))
 
 
-@pytest.mark.parametrize("rule", RULE_NAMES)
+@pytest.mark.parametrize("rule", [*RULE_NAMES, "low_rank"])
 def test_golden_files(rule, tmp_path):
     """Made by `golden_model(rule).save_ticket(...)`: no version reads or writes these bytes otherwise."""
     model = golden_model(rule)

@@ -1,7 +1,10 @@
 """Selection against a naive sort; and where a device must not be waited for, no operator waits."""
 
 import math
+import subprocess
+import sys
 from contextlib import contextmanager
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -115,6 +118,41 @@ def test_it_is_an_operator_that_torch_can_trace():
     stacked = torch.stack([values, -values, values.flip(0)])
     many = torch.func.vmap(lambda one: keep_largest(one, 300))(stacked)
     assert torch.equal(many, torch.stack([keep_largest(one, 300) for one in stacked]))
+
+
+MEMORY = """
+import sys
+import torch
+from hf_slt.training.rules import RULES, Place
+from hf_slt.training import selection
+
+def peak():  # of this process alone: ru_maxrss also has what its parent had
+    return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmHWM"))
+
+def select(scores):
+    if sys.argv[1] == "cpu":
+        return RULES["global"](density=0.3).codes_of_all(scores, [])
+    return selection.keep_by_bits([one.view(-1) for one in scores], sum(map(torch.numel, scores)) // 3, True)
+
+select([torch.randn(300, 300), torch.randn(99)])  # whatever is loaded or made at the first call
+scores = [torch.randn(1 << size) for size in (21, 23, 22, 21)]
+before = peak()
+found = select(scores)
+selected = peak()
+copies = [one.clone() for one in scores]
+print(sum(map(torch.numel, scores)) * 4, selected - before, peak() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads what Linux tells of a process")
+@pytest.mark.parametrize("way", ["cpu", pytest.param("other devices", marks=pytest.mark.slow)])
+def test_to_rank_all_tensors_together_takes_less_than_a_copy_of_them(way):
+    run = subprocess.run(
+        [sys.executable, "-c", MEMORY, way], capture_output=True, text=True, timeout=300, check=True
+    )
+    copy, selection, selection_and_copy = map(int, run.stdout.split())
+    assert copy / 8 < selection < copy  # a mask of bytes, a quarter, has to be there
+    assert selection_and_copy > selection + 0.5 * copy  # as one would be seen
 
 
 # -- without waiting ------------------------------------------------------------------------------------
