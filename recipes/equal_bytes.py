@@ -34,8 +34,8 @@ STOCK = {**LOOP, "control": "dense", "initial_std": 0.08, "weight_learning_rate"
 # By contestant: its settings, and its layers and width by bytes of the file.
 CONTESTANTS: dict[str, tuple[dict[str, Any], dict[int, tuple[int, int]]]] = {
     "ticket": (
-        {**SCALED, "rule": "signed", "density": 0.6, "layer_norm": "trained", "score_decay": 0.5},
-        {30_000: (2, 36), 60_000: (3, 60), 115_000: (3, 96), 230_000: (3, 152)},
+        {**SCALED, "rule": "signed", "density": 0.7, "layer_norm": "trained", "score_decay": 0.5},
+        {30_000: (2, 36), 60_000: (3, 60), 115_000: (3, 96), 230_000: (3, 144)},
     ),
     "paper's ticket": (
         {**MASKED, "rule": "edge_popup", "density": 0.5},
@@ -43,12 +43,13 @@ CONTESTANTS: dict[str, tuple[dict[str, Any], dict[int, tuple[int, int]]]] = {
     ),
     "dense int4": (
         {**STOCK, "rounding": "int4"},
-        {30_000: (2, 20), 60_000: (4, 28), 115_000: (4, 48), 230_000: (4, 76)},
+        {30_000: (2, 20), 60_000: (3, 32), 115_000: (4, 48), 230_000: (4, 72)},
     ),
     "dense ternary": ({**STOCK, "rounding": "ternary"}, {115_000: (3, 96)}),
 }
 # The search: a contestant, steps, and what is changed of it; None is an option left out.
-PLAIN = {"layer_norm": None, "score_decay": None}
+SPARSER = {"density": 0.6}
+PLAIN = {**SPARSER, "layer_norm": None, "score_decay": None}
 SLOW = {"weight_learning_rate": 3e-3}
 TRIALS: list[tuple[str, int, dict[str, Any]]] = [
     ("dense int4", 1000, {}),
@@ -59,18 +60,18 @@ TRIALS: list[tuple[str, int, dict[str, Any]]] = [
     ("dense int4", 3000, SLOW),
     ("ticket", 1000, PLAIN),
     *(("ticket", 1000, {**PLAIN, "score_decay": decay}) for decay in (0.1, 0.5, 2.0)),
-    ("ticket", 1000, {}),
-    ("ticket", 1000, {"n_layer": 5, "n_embd": 80}),
-    ("ticket", 1000, {"learning_rate": 7e-3}),
-    ("ticket", 1000, {"n_head": 2}),
+    ("ticket", 1000, SPARSER),
+    ("ticket", 3000, SPARSER),
+    ("ticket", 1000, {**SPARSER, "n_layer": 5, "n_embd": 80}),
+    ("ticket", 1000, {**SPARSER, "learning_rate": 7e-3}),
+    ("ticket", 1000, {**SPARSER, "weight_learning_rate": 6e-3}),
+    ("ticket", 1000, {**SPARSER, "n_head": 2}),
     ("dense int4", 1000, {"n_head": 2}),
-    ("ticket", 1000, {"density": 0.7}),
-    ("ticket", 1000, {"weight_learning_rate": 6e-3}),
-    ("ticket", 1000, {"adam_beta2": 0.98}),
-    ("dense int4", 1000, {"adam_beta2": 0.98}),
-    ("dense int4", 1000, {"n_layer": 2, "n_embd": 60}),
+    ("ticket", 1000, {}),
+    ("ticket", 1000, {"n_head": 2, "weight_learning_rate": 6e-3}),
+    ("ticket", 1000, {"n_head": 2, "weight_learning_rate": 6e-3, "density": 0.85, "n_embd": 100}),
     ("ticket", 1000, {"rule": "edge_popup", "density": 0.5, "n_embd": 124}),
-    ("ticket", 1000, {"rule": "multibit", "density": None, "n_embd": 84}),
+    ("dense int4", 1000, {"n_layer": 2, "n_embd": 60}),
 ]
 
 

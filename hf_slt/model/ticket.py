@@ -236,7 +236,7 @@ def ticket_and_faults(path: Path) -> tuple[Ticket, list[TicketError]]:
     for name, entry in header.tensors.items():
         if entry.key is None:
             continue
-        if entry.trained and entry.bits in BITS:
+        if entry.kind == "trained" and entry.bits in BITS:
             codes, scales = stored[entry.key], stored[entry.key + SCALES]
             arrays[name] = dequantise(codes, scales, entry.shape, entry.bits)
         elif name not in arrays:

@@ -62,6 +62,10 @@ def make_page(folder: str | os.PathLike, *, name: str | None = None, prompt: str
     if (act := config["activation_function"]) not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
         raise SLTError(f"{folder}: activation_function {act!r} is none that a page computes: {known}")
+    if config.get("embedding_rank"):
+        raise SLTError(
+            f"{folder}: embedding_rank {config['embedding_rank']}: a page has no table of low rank"
+        )
     tokenizer = json.dumps(compact_tokenizer(folder, config["vocab_size"]), separators=(",", ":"))
     name = name or folder.resolve().name
     facts = {"prompt": "The" if prompt is None else prompt, "tokenizer_sha256": sha256(tokenizer)}

@@ -236,7 +236,7 @@ def write_masks(
     for name, array in arrays.items():
         entry = header.tensors[name]
         key = str(entry.key)
-        if entry.trained and entry.bits in BITS:
+        if entry.kind == "trained" and entry.bits in BITS:
             stored[key], stored[key + SCALES] = quantise(array, entry.bits)
         else:
             stored[key] = array.astype(np.float16) if entry.bits == 16 else array
