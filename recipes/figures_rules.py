@@ -1,7 +1,7 @@
 """Which mask rule is best for its bytes? All rules on text, at equal bytes of the file, beside dense rivals.
 
     python recipes/figures_rules.py --preset quick                       # a smoke test, minutes
-    python recipes/figures_rules.py --preset cpu                         # one size and seed, an hour
+    python recipes/figures_rules.py --preset cpu                         # one size and seed, 300 steps
     python recipes/figures_rules.py --preset full --train_files a.txt    # the whole comparison: days
 
 Every contestant gets the width at which its file has the bytes asked for: a rule with more bits a weight is a
@@ -24,7 +24,7 @@ from studies import Point, Study, line, panels
 
 BASE = {
     "scale_with_width": True,
-    "n_layer": 3,
+    "n_layer": 2,
     "n_head": 4,
     "vocab_size": 2048,
     "block_size": 128,
@@ -79,7 +79,7 @@ class Preset:
 
 PRESETS = {
     "quick": Preset((30_000,), (20,), 1, ("edge_popup", "sign, scales", "dense int4"), searched=10),
-    "cpu": Preset((115_000,), (1000,), 1, SHORT_LIST),
+    "cpu": Preset((115_000,), (300,), 1, SHORT_LIST),
     "full": Preset((60_000, 115_000, 230_000), (300, 1000, 3000), 3),
 }
 
