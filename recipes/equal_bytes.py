@@ -25,8 +25,8 @@ from rivals import measure
 from studies import Point, Record, Records, Study, line, panels
 
 LOOP = {
-    "n_layer": 2, "n_head": 4, "vocab_size": 2048, "block_size": 128, "per_device_train_batch_size": 8, "warmup_steps": 30,
-    "min_lr_rate": 0, "save_steps": 0, "validation_blocks": 128,
+    "n_layer": 2, "n_head": 4, "vocab_size": 2048, "block_size": 128, "per_device_train_batch_size": 8,
+    "warmup_steps": 30, "min_lr_rate": 0, "save_steps": 0, "validation_blocks": 128,
 }  # fmt: skip
 MASKED = {**LOOP, "law": "signed_constant", "scale_with_width": True, "qk_scale": 2, "learning_rate": 5e-3}
 SCALED = {**MASKED, "scales": "row", "scale_bits": 8, "weight_learning_rate": 3e-3}

@@ -9,10 +9,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from cases import make
 
 import hf_slt
+from hf_slt.text.blocks import DataArguments, load_blocks
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "hf_slt"
@@ -187,28 +190,20 @@ def test_links_and_commands_name_files_that_are_there(page):
         assert (ROOT / path).exists(), path
 
 
-@pytest.fixture
-def workplace(tmp_path):
-    """A folder as after `make demo`, but with a ticket that takes a second to find."""
-    (tmp_path / "small.txt").write_text("The function returns the value of the name. " * 400)
-    words = "--train_files small.txt --vocab_size 280 --block_size 64 --n_layer 1 --n_embd 16 --n_head 2"
-    words += " --max_steps 3 --output_dir runs/demo"
-    run(ROOT / "recipes" / "train_gpt2_slt.py", *words.split(), cwd=tmp_path)
-    return tmp_path
-
-
 @pytest.mark.slow
-def test_the_snippets_of_the_readme_run(workplace):
-    """All Python blocks, in order, in one interpreter, as a reader would paste them."""
+def test_the_snippets_run(tmp_path):
+    """All Python blocks of the README and of the page on training, in order, as a reader would paste them."""
+    (tmp_path / "model_cards").symlink_to(ROOT / "model_cards")
     blocks = re.findall(r"```python\n(.*?)```", README, re.S)
     here = [block for block in blocks if "push_to_hub" not in block]
     assert len(here) == len(blocks) - 1 > 1  # that one runs in sharing/test_hub.py
-    (workplace / "snippets.py").write_text("\n".join(here))
-    done = run("snippets.py", cwd=workplace, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    here += re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "training.md").read_text(), re.S)
+    (tmp_path / "snippets.py").write_text("\n".join(here))
+    done = run("snippets.py", cwd=tmp_path, env={**os.environ, "HF_HUB_OFFLINE": "1"})
     assert done.stdout.startswith("The function returns")
-    hf_slt.verify_ticket(workplace / "ticket")
-    hf_slt.verify_ticket(workplace / "runs" / "trainer" / "ticket")
-    assert (workplace / "runs" / "trainer" / "ticket" / "tokenizer.json").exists()
+    hf_slt.verify_ticket(tmp_path / "ticket")
+    hf_slt.verify_ticket(tmp_path / "runs" / "trainer" / "ticket")
+    assert (tmp_path / "runs" / "trainer" / "ticket" / "tokenizer.json").exists()
 
 
 @pytest.mark.slow
@@ -222,6 +217,35 @@ def test_the_notebook_runs(tmp_path):
     done = run("cells.py", cwd=tmp_path, env={**os.environ, "MPLBACKEND": "Agg", "HF_HUB_OFFLINE": "1"})
     assert "of the bits have changed" in done.stdout
     hf_slt.verify_ticket(tmp_path / "first_ticket")
+
+
+# -- the ticket that comes along ---------------------------------------------------------------------------
+
+POCKET = ROOT / "model_cards" / "pocket"
+
+
+def test_the_ticket_that_comes_along_is_whole_small_and_needs_no_name():
+    header = hf_slt.verify_ticket(POCKET)
+    card = (POCKET / "README.md").read_text()
+    assert header.mask_digest in card
+    assert sum(path.stat().st_size for path in POCKET.iterdir() if path.suffix != ".png") < 300_000
+    words = ["-m", "hf_slt.cli", "generate", "--max_new_tokens", "5", "--greedy"]
+    assert run(*words, env={**os.environ, "HF_HUB_OFFLINE": "1"}).stdout.startswith("The function returns")
+
+
+@pytest.mark.slow
+def test_the_ticket_that_comes_along_has_the_loss_that_its_card_states():
+    """On the text that the card names; another version of Python has another."""
+    report = json.loads((POCKET / "report.json").read_text())
+    corpus = load_blocks(DataArguments(vocab_size=2048, block_size=128, validation_blocks=128))
+    if corpus.digest != report["text"]:
+        pytest.skip("this Python has another text")
+    model = hf_slt.SupermaskGPT2LMHeadModel.from_pretrained(POCKET).eval()
+    ids = torch.as_tensor(corpus.validation[np.arange(len(corpus.validation))]["input_ids"]).long()
+    with torch.no_grad():
+        losses = [model(some, labels=some).loss.item() for some in ids.split(16)]
+    assert abs(sum(losses) / len(losses) - report["loss"]) < 1e-3
+    assert f"{report['loss']:.3f}" in (POCKET / "README.md").read_text()
 
 
 def test_version_is_one():

@@ -38,7 +38,7 @@ README = (ROOT / "README.md").read_text()
 # The README's own words, after its own first ones; only the folder is another.
 (SHARING,) = (block for block in re.findall(r"```python\n(.*?)```", README, re.S) if "push_to_hub" in block)
 IMPORTS = "from hf_slt import SupermaskGPT2LMHeadModel\nfrom transformers import AutoModelForCausalLM\n"
-SHARING = IMPORTS + SHARING.replace("runs/demo/ticket", "runs/ticket")
+SHARING = IMPORTS + SHARING.replace("model_cards/pocket", "runs/ticket")
 
 
 @dataclass
