@@ -130,6 +130,9 @@ class SupermaskGPT2Config(GPT2Config):
     )
     n_qk: int | None = _option(None, "Width of a query and key per head; n_embd / n_head by default.")
     n_v: int | None = _option(None, "Width of a value per head; n_embd / n_head by default.")
+    resid_pdrop: float | int = 0.1  # GPT-2's own; some versions of transformers would refuse a plain 0
+    embd_pdrop: float | int = 0.1
+    attn_pdrop: float | int = 0.1
     # Set by the library: whether this is a model that learns; the generator's version; a digest of all masks.
     factors: Any = None  # what codes stand for: all that a ticket needs to know of its rule
     state: Literal["scores", "ticket"] = "scores"
@@ -145,6 +148,8 @@ class SupermaskGPT2Config(GPT2Config):
         if (kwargs.get("num_labels") or 0) > 1 << 20:  # transformers makes a name for each
             raise ValueError(f"num_labels {kwargs['num_labels']} is more than a million")
         super().__post_init__(**kwargs)
+        for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
+            setattr(self, name, getattr(self, name) + 0.0)  # as every version reads it
         if self.state == "scores" or self.factors is None:
             for settle in SETTLERS:
                 settle(self)
@@ -170,9 +175,8 @@ class SupermaskGPT2Config(GPT2Config):
     def check(self) -> None:
         """Raise ValueError, naming the value and the cure, for an option that cannot be."""
         choices: dict[str, tuple] = {"law": LAWS, "embedding_law": (None, *LAWS), "scale_bits": (32, 16, 8)}
-        choices |= {"embedding": ("masked", "frozen", "trained"), "embedding_bits": (32, *BITS)}
-        choices |= {"state": ("scores", "ticket"), "activation_function": tuple(ACT2FN)}
-        choices |= {"layer_norm": (True, False, "trained"), "scales": ("none", "tensor", "row")}
+        choices |= {"embedding_bits": (32, *BITS), "layer_norm": (True, False, "trained")}
+        choices |= {"activation_function": tuple(ACT2FN)}  # those of a Literal type were checked before
         choices |= {"add_cross_attention": (False,), "reorder_and_upcast_attn": (False,)}
         for name, known in choices.items():
             shown = ", ".join(map(repr, known))

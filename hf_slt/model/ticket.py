@@ -58,9 +58,8 @@ _MOST_WEIGHTS = 512  # that a byte of a file may stand for; in a coded mask of d
 _DTYPES = {"uint8": "U8", "int8": "I8", "float16": "F16", "float32": "F32"}  # as safetensors names them
 AGAIN = "download or copy the file again"  # the cure of all damage
 # Options that configurations of version 1 do not have, with the values that they stand for there.
-ADDED: dict[str, Any] = {"factors": [0.0, 1.0], "search": 1.0, "scales": "none", "scale_bits": 16}
-ADDED |= dict.fromkeys("frozen_density densities mask_bits threshold n_of_m embedding_rank".split())
-ADDED |= {"head_bias": False}
+ADDED: dict = dict.fromkeys("frozen_density densities mask_bits threshold n_of_m embedding_rank".split())
+ADDED |= {"factors": [0.0, 1.0], "search": 1.0, "scales": "none", "scale_bits": 16, "head_bias": False}
 # What may differ between config.json and the header: how a ticket is loaded, not what it computes.
 LOADING_KEYS = set("transformers_version architectures auto_map _name_or_path use_cache mask_digest".split())
 

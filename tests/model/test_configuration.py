@@ -5,9 +5,9 @@ import json
 import math
 
 import pytest
-from transformers import AutoConfig
+from transformers import AutoConfig, GPT2Config
 
-from hf_slt import SupermaskGPT2Config
+from hf_slt import SupermaskGPT2Config, SupermaskGPT2LMHeadModel
 
 
 def make(**options):
@@ -127,6 +127,17 @@ def test_config_survives_disk_and_copy(tmp_path):
     assert again.to_dict() == {**config.to_dict(), **loading}
     assert copy.deepcopy(config).to_dict() == config.to_dict()
     assert again.n_embd == 16
+
+
+def test_a_dropout_given_as_an_integer_is_written_as_every_version_reads_it(tmp_path):
+    dropouts = {"resid_pdrop": 0, "embd_pdrop": 1, "attn_pdrop": 0}
+    make(**dropouts).save_pretrained(tmp_path / "config")
+    SupermaskGPT2LMHeadModel(make(**dropouts)).save_ticket(tmp_path / "ticket")
+    for folder in (tmp_path / "config", tmp_path / "ticket"):
+        told = json.loads((folder / "config.json").read_text())
+        assert [repr(told[name]) for name in dropouts] == ["0.0", "1.0", "0.0"]
+    assert repr(SupermaskGPT2Config.from_dict({"embd_pdrop": 0}).embd_pdrop) == "0.0"  # of an older file
+    assert {getattr(make(), name) for name in dropouts} == {getattr(GPT2Config(), name) for name in dropouts}
 
 
 def test_an_unknown_key_in_a_file_is_kept_with_a_warning(tmp_path, caplog):
