@@ -187,7 +187,6 @@ class SupermaskGPT2Config(GPT2Config):
         for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
             share = getattr(self, name)
             need(0 <= share <= 1, f"{name} {share} is not in 0 .. 1: it is a probability")
-            setattr(self, name, float(share))  # older transformers refuse to load an integer
         bits, kept, search, qk = self.embedding_bits, self.frozen_density, self.search, self.qk_scale
         trained, generator, floating = self.embedding == "trained", self.weight_generator, "is_floating_point"
         need(bits == 32 or trained, f"embedding_bits {bits}: give embedding='trained' as well")

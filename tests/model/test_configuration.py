@@ -147,13 +147,3 @@ def test_an_unknown_key_in_a_file_is_kept_with_a_warning(tmp_path, caplog):
     assert not caplog.text
     assert AutoConfig.from_pretrained(tmp_path).colour == "blue"
     assert "the configuration holds 'colour', which is no option" in caplog.text
-
-
-def test_a_dropout_given_as_an_integer_is_stored_as_a_float(tmp_path):
-    make(resid_pdrop=0, embd_pdrop=0, attn_pdrop=1).save_pretrained(tmp_path)
-    facts = json.loads((tmp_path / "config.json").read_text())
-    assert [repr(facts[name]) for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")] == [
-        "0.0",
-        "0.0",
-        "1.0",
-    ]
