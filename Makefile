@@ -16,11 +16,12 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(READY)  ## find a ticket in a few minutes, compare it with its dense twin, verify, load and generate
-	$(BIN)/accelerate launch --config_file recipes/accelerate/cpu.yaml recipes/train_gpt2_slt.py \
+	@$(BIN)/accelerate launch --config_file recipes/accelerate/cpu.yaml \
+	  --num_cpu_threads_per_process $$(getconf _NPROCESSORS_ONLN) recipes/train_gpt2_slt.py \
 	  --config recipes/nano.yaml --compare random_mask dense --prompt "The function returns" \
 	  --output_dir runs/demo --overwrite
-	$(BIN)/slt verify runs/demo/ticket
-	$(BIN)/slt page runs/demo/ticket runs/demo/page.html --prompt "The function returns"
+	@$(BIN)/slt verify runs/demo/ticket
+	@$(BIN)/slt page runs/demo/ticket runs/demo/page.html --prompt "The function returns"
 
 test: $(READY)  ## all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal

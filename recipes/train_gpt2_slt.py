@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
+from transformers.utils.logging import disable_progress_bar
 
 from hf_slt.model.ticket import SLTError
 from hf_slt.training.arguments import Arguments, parse_arguments
@@ -95,6 +96,7 @@ def find_ticket(arguments: Arguments, **options: Any) -> dict[str, Any] | None:
 
 def main() -> int:
     arguments = parse_arguments(description=__doc__.split("\n")[0], preset=HERE / "nano.yaml")
+    disable_progress_bar()  # of loading and saving; ours tells how long it takes
     try:
         report = train_and_compare(arguments, find_ticket, HERE.parent / "model_cards" / "template.md")
     except KeyboardInterrupt:

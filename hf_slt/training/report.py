@@ -71,6 +71,10 @@ def train_and_compare(
         temporary.write_text(json.dumps(report, indent=1) + "\n")
     names = sorted(path.name for path in folders[own].iterdir() if not path.name.startswith("."))
     print(f"\nsaved in {folders[own]}: " + ", ".join(names))
+    if own != "dense":
+        print("\nTo go on:")
+        for words in ("generate {}", "inspect {}", "page {} page.html"):
+            print("  slt " + words.format(report["saved"]))
     return report
 
 

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,12 @@ def build_optimizer(model: nn.Module, options: RunArguments) -> torch.optim.Opti
 # -- the run ----------------------------------------------------------------------------------------
 
 
+@cache
+def tell_once(text: str) -> None:
+    """Print what the runs of one call have in common: controls read the text of the ticket."""
+    print(text)
+
+
 class Run:
     """One run, set up: the loop steps it on, `look` evaluates, `save` and `finish` write.
 
@@ -140,7 +147,8 @@ class Run:
             self.lock = lock(self.folder)  # two runs would mix one log
         with self.accelerator.main_process_first():  # it tokenises, the others read its cache
             self.corpus = corpus or load_blocks(arguments.data)
-        self.accelerator.print(self.corpus.summary())
+        if self.accelerator.is_main_process:
+            tell_once(self.corpus.summary())
         sizes = self.options.per_device_train_batch_size, self.options.gradient_accumulation_steps
         self.batches = Batches(self.corpus.train, self.seed, *sizes, self.accelerator)
         self.steps = self._length()
