@@ -107,33 +107,36 @@ def inspect(args: argparse.Namespace) -> None:
         facts = _some(header, "encoding format_version mask_digest config")
         print(json.dumps({"file": str(path), **facts, "bytes": size, "tensors": tensors}, indent=1))
         return
-    print(f"{path}: {header.encoding}, format {header.format_version}, mask digest {header.mask_digest}")
+    print(f"{path}: {header.encoding}, format {header.format_version}")
+    print(f"mask digest {header.mask_digest}")
     config = header.config
     options = [f"{name} {config[name]}" for name in RULE_OPTIONS if config.get(name) is not None]
     print(f"seed {config['seed']}, generator {config['weight_generator']}", end=", ")
     print(", ".join([f"rule {config['rule']}", *options]) + "\n")
+    vectors = [entry for entry in header.tensors.values() if entry.kind == "trained" and entry.shape[0] == 1]
     rows = [
         (
             name,
             " x ".join(map(str, entry.shape)),
             entry.law or "trained",
             f"{entry.scale:.4g}" if entry.scale is not None else "",
-            f"{kept_of(header, entry):,}",
             f"{kept_of(header, entry) / sum(entry.counts or (entry.size,)):.4f}",
             f"{entropy_bits(entry) / entry.size:.4f}" if entry.kind == "masked" else "",
-            (entry.weight_sha256 or "")[:8],
-            (entry.data_sha256 or "")[:8],
         )
         for name, entry in sorted(header.tensors.items(), key=_in_order_of_blocks)
+        if entry not in vectors
     ]
-    _print_table("tensor shape law scale kept density entropy weights stored".split(), rows)
-    print("\nentropy: least bits a weight, knowing only how many are kept; weights, stored: digests\n")
+    _print_table("tensor shape law scale density entropy".split(), rows)
+    if vectors:
+        numbers = sum(entry.size for entry in vectors)
+        print(f"and {len(vectors)} trained vectors (scales, gains, biases) of {numbers:,} numbers")
+    print("\nentropy: least bits a weight, knowing only how many are kept\n")
     parts = {"masks": "mask_bytes", "trained values": "trained_bytes", "description": "description_bytes"}
     ledger = [(label, f"{size[key]:,}") for label, key in {**parts, size["file_name"]: "file"}.items()]
     _print_table(("part", "bytes"), ledger)
     print(
         f"\n{size['weights']:,} weights, {size['bits_per_weight']:.4f} bits each; float32 takes "
-        f"{size['times_smaller']:.1f} times as much; entropy of the masks: {size['entropy_bytes']:,} bytes"
+        f"{size['times_smaller']:.1f} times as much\nentropy of the masks: {size['entropy_bytes']:,} bytes"
     )
 
 

@@ -264,7 +264,9 @@ def slt_parser() -> OptionParser:
     one = command("push", "upload a ticket to the Hub: masks, configuration, code, tokenizer and card")
     one.add_argument("ticket", metavar="DIR", help="folder of the ticket")
     one.add_argument("repo", metavar="REPO", help="name on the Hub, such as me/ticket; made if not there")
-    one.add_argument("--private", action="store_true", default=None, help="if it is made: not for the public")
+    one.add_argument(
+        "--private", action="store_true", default=None, help="if the repository is new, make it private"
+    )
     one.add_argument("--revision", help="branch to push to; main by default")
     one.add_argument("--message", help="commit message")
     flag(one, "create_pr", "open a pull request instead")

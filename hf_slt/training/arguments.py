@@ -48,6 +48,10 @@ class RunArguments:
     """The run: how long, how fast, what is written where."""
 
     output_dir: str = option("Folder for the ticket, checkpoints, log and figures.", "runs/ticket")
+    encoding: Literal["packed", "entropy"] = option(
+        "How the ticket is stored: packed loads everywhere; entropy is shorter, and needs hf_slt installed.",
+        "packed",
+    )
     control: str | None = option(
         "Train a control instead of a ticket, on the same text and steps: dense (stock GPT-2, all weights"
         " trained), random_mask (the first mask, never trained) or frozen_embeddings."
@@ -156,8 +160,10 @@ class RunArguments:
 
 # How a run goes, not what it computes: these may differ when a run is resumed.
 FREE_TO_CHANGE = frozenset(
-    "output_dir prompt resume_from_checkpoint overwrite report_to logging_steps save_steps save_total_limit "
-    "compare cache_dir torch_compile moments max_steps num_train_epochs".split()  # steps are compared instead
+    "output_dir encoding prompt resume_from_checkpoint overwrite report_to logging_steps save_steps "
+    "save_total_limit compare cache_dir torch_compile moments "
+    "max_steps num_train_epochs".split()  # steps are compared instead
+)  # steps are compared instead
 )
 
 

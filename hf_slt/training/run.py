@@ -335,7 +335,7 @@ class Run:
         if self.options.control == "dense":
             model.save_pretrained(target)
         else:
-            model.save_ticket(target)
+            model.save_ticket(target, encoding=self.options.encoding)
             verify_ticket(target)
         self.corpus.tokenizer.save_pretrained(target)
         last = next(record for record in reversed(self.log.records) if record["kind"] == "evaluation")
