@@ -163,7 +163,6 @@ FREE_TO_CHANGE = frozenset(
     "output_dir encoding prompt resume_from_checkpoint overwrite report_to logging_steps save_steps "
     "save_total_limit compare cache_dir torch_compile moments "
     "max_steps num_train_epochs".split()  # steps are compared instead
-)  # steps are compared instead
 )
 
 
