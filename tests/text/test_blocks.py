@@ -568,7 +568,7 @@ def test_a_library_that_does_not_work_is_not_blamed_on_the_text(tmp_path, monkey
 
 def test_an_attribute_that_an_object_lacks_may_be_the_fault_of_the_text(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **options: "a row".keys())
-    with pytest.raises(DataError, match="AttributeError: .*; check that the files are whole"):
+    with pytest.raises(DataError, match=r"AttributeError: .*; check that the files are whole"):
         read_files([write(tmp_path, "a.txt", ASCII)])
 
 
