@@ -4,7 +4,12 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: help demo test test-browser quick lint clean
+LOWEST := .venv-lowest
+# Of the index's files for Linux only this is a plain CPU build everywhere; TORCH=2.7.0 where lower ones are at hand.
+TORCH  ?= 2.13.0
+TESTS  ?= -m "not slow"
+
+.PHONY: help demo test test-browser quick test-lowest lint clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -36,10 +41,22 @@ test-browser: $(READY)  ## the page of a ticket in a headless Chromium, which is
 quick: $(READY)  ## all but the slow tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not slow"
 
+$(LOWEST)/.ready: pyproject.toml
+	$(PYTHON) -m venv --clear $(LOWEST)
+	$(LOWEST)/bin/python -m pip install --quiet --upgrade "pip>=23"
+	$(LOWEST)/bin/python -m pip install --quiet uv
+	echo "torch==$(TORCH)" | $(LOWEST)/bin/uv pip compile --quiet --resolution lowest-direct \
+	  --extra all --extra test --extra tools --constraint - --output-file $(LOWEST)/constraints.txt pyproject.toml
+	$(LOWEST)/bin/python -m pip install --quiet --constraint $(LOWEST)/constraints.txt --editable ".[all,test,tools]"
+	@touch $@
+
+test-lowest: $(LOWEST)/.ready  ## the quick tests with the lowest versions that pyproject.toml declares
+	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest $(TESTS)
+
 lint: $(READY)  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 clean:  ## remove the virtual environment and all results
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) $(LOWEST) runs

@@ -323,14 +323,16 @@ def generate(args: argparse.Namespace) -> None:
 
 def evaluate(args: argparse.Namespace) -> None:
     """Print the measures of a model on text."""
-    from datasets import disable_progress_bars
     from transformers.utils import logging
 
     from .sharing.hub import refuse_missing
+    from .text.corpus import explained
     from .text.evaluation import evaluate_saved
 
     refuse_missing(args.model)
     _check_device(args.device)
+    with explained("read text", "install datasets anew"):
+        from datasets import disable_progress_bars
     disable_progress_bars()  # of reading and loading; ours tells how long it takes
     logging.disable_progress_bar()
     options = _some(args, "text_column tokenizer device dtype block_size stride batch_size")

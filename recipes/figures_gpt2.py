@@ -3,7 +3,8 @@
     python recipes/figures_gpt2.py --preset quick     # a smoke test
     python recipes/figures_gpt2.py --preset cpu       # the study in recipes/README.md, two cores
     python recipes/figures_gpt2.py --preset long      # the same with more of everything: a day
-    python recipes/figures_gpt2.py --preset paper     # the commands of the full study; --execute runs them
+
+Figures 7 and 8 at the paper's own sizes, on GPUs, are made by reproduce.sh beside this file.
 
 Every point is one ordinary run of the training loop, on one thread, so that it can be repeated exactly:
 
@@ -24,9 +25,7 @@ import copy
 import json
 import math
 import os
-import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -732,57 +731,6 @@ def found_of(points: Iterable[Point], records: Records) -> Found:
     return found
 
 
-# -- the paper's own size ---------------------------------------------------------------------------
-
-PAPER_WIDTHS = {"mini": 512, "small": 768, "medium": 1024}  # heads are 64 wide in all
-TASKS |= {model: Task({"n_embd": width, "n_head": width // 64}) for model, width in PAPER_WIDTHS.items()}
-
-
-def paper_points() -> list[Point]:
-    """The runs of figures 7 and 8 on WikiText-103."""
-    plans: list[tuple[str, str, dict[str, Any]]] = []
-    for model, width in PAPER_WIDTHS.items():
-        plans += [("fig8", model, {"qk_scale": factor}) for factor in PAPER_FACTORS]
-        for wide, kind in product((width // 2, width, 2 * width), KINDS):
-            plans.append(("fig7", model, {"n_embd": wide, "n_head": wide // 64, **kind}))
-    return points_of((name, seed, model, changes) for name, model, changes in plans for seed in range(3))
-
-
-def paper_command(point: Point) -> tuple[Path, list[str]]:
-    """The folder of a run of the paper's study, and its command."""
-    folder = Path("runs/paper") / point.id.replace(" ", "-")
-    launch = "accelerate launch --config_file recipes/accelerate/ddp.yaml recipes/train_gpt2_slt.py".split()
-    options = {
-        **dict(point.changes),
-        "seed": point.seed,
-        "output_dir": folder,
-        "resume_from_checkpoint": "true",
-    }
-    words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
-    return folder, [*launch, "--config", f"recipes/{point.task}.yaml", *words]
-
-
-def run_paper(study: Study) -> int:
-    """Print the commands of the paper's study, or run those that have no record yet, and draw."""
-    points = paper_points()
-    if not study.options.execute:
-        print("\n".join(shlex.join(paper_command(point)[1]) for point in points))
-        return 0
-    records = study.records(point.settings for point in points)
-    for point in points:
-        if records.get(point.settings):
-            continue
-        folder, command = paper_command(point)
-        if not (folder / "report.json").exists() and (code := subprocess.run(command).returncode):
-            print(f"{point.id} ended with code {code}; the same command goes on from here", file=sys.stderr)
-            return code
-        log = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
-        records.add(point.settings, outcome(json.loads((folder / "report.json").read_text()), log))
-    for draw in (draw_fig7, draw_fig8):
-        draw(Preset({}), found_of(points, records), study)
-    return 0
-
-
 # -- command line -----------------------------------------------------------------------------------
 
 
@@ -800,14 +748,11 @@ def leave_launch() -> bool:
 def main() -> int:
     if leave_launch():
         return 0
-    parser = studies.parser_of(__doc__, (*PRESETS, "paper"), EXPERIMENTS)
+    parser = studies.parser_of(__doc__, PRESETS, EXPERIMENTS)
     parser.add_argument("--point", metavar="ID", help="run one point again and compare it with its record")
     parser.add_argument("--list", action="store_true", help="print the id of every point and stop")
-    parser.add_argument("--execute", action="store_true", help="with paper: run the commands, not only print")
     options = parser.parse_args()
     study = Study("gpt2", "cpu", options)
-    if options.preset == "paper":
-        return run_paper(study)
     preset = PRESETS[options.preset]
     points = preset.points()
     chosen = [point for point in points if set(point.experiments) & set(options.only)]

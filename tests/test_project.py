@@ -4,8 +4,11 @@ import ast
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tarfile
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -177,7 +180,8 @@ def test_loading_a_ticket_imports_nothing_that_stock_does_not(tmp_path):
 
 # -- pages --------------------------------------------------------------------------------------------
 
-PAGES = [path for path in ROOT.rglob("*.md") if not {".venv", "runs", ".pytest_cache"} & set(path.parts)]
+UNTRACKED = {".venv", ".venv-lowest", "runs", ".pytest_cache"}
+PAGES = [path for path in ROOT.rglob("*.md") if not UNTRACKED & {*path.relative_to(ROOT).parts}]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -246,6 +250,41 @@ def test_the_ticket_that_comes_along_has_the_loss_that_its_card_states():
         losses = [model(some, labels=some).loss.item() for some in ids.split(16)]
     assert abs(sum(losses) / len(losses) - report["loss"]) < 1e-3
     assert f"{report['loss']:.3f}" in (POCKET / "README.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    """The project's files alone."""
+    folder = tmp_path_factory.mktemp("clone") / "project"
+    own = shutil.ignore_patterns(
+        *UNTRACKED, "__pycache__", "*.egg-info", ".*_cache", ".hypothesis", ".git", "build"
+    )
+    shutil.copytree(ROOT, folder, ignore=own)
+    return folder
+
+
+def build(kind: str, folder: Path, out: Path) -> Path:
+    """A distribution, by the backend that pyproject.toml names."""
+    code = f"from setuptools.build_meta import build_{kind}; build_{kind}({str(out)!r})"
+    run("-c", code, cwd=folder)
+    (made,) = out.iterdir()
+    return made
+
+
+def test_a_source_distribution_is_the_whole_project(copy, tmp_path):
+    files = {str(path.relative_to(copy)) for path in copy.rglob("*") if path.is_file()}
+    with tarfile.open(build("sdist", copy, tmp_path)) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    left_out = files - held
+    assert left_out <= {".gitignore", ".ci/run"}  # of the repository
+    assert not [name for name in held if "__pycache__" in name or ".venv" in name]
+
+
+def test_a_wheel_is_typed_and_has_no_tests(copy, tmp_path):
+    with zipfile.ZipFile(build("wheel", copy, tmp_path)) as archive:
+        held = {name for name in archive.namelist() if ".dist-info/" not in name}
+    modules = {str(path.relative_to(copy)) for path in (copy / "hf_slt").rglob("*.py")}
+    assert held == {*modules, "slt_command.py", "hf_slt/py.typed", "hf_slt/model_cards/template.md"}
 
 
 def test_version_is_one():

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import islice
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 
 from ..model.ticket import SLTError
@@ -51,6 +52,12 @@ class DataError(SLTError):
     """The text cannot become blocks; the message names the value and the cure."""
 
 
+LIBRARIES = (
+    "what is read is not at fault: a library here is missing or does not fit another; install the one named,"
+    " or all anew: pip install --upgrade numpy pyarrow datasets"
+)
+
+
 @contextmanager
 def explained(action: str, cure: str) -> Iterator[None]:
     """Any error inside as a DataError: loaders raise a dozen kinds, the cause often two levels down."""
@@ -63,8 +70,16 @@ def explained(action: str, cure: str) -> Iterator[None]:
         cause: BaseException | None = error
         while cause is not None:
             causes.append(f"{type(cause).__name__}: {(str(cause).splitlines() or [''])[0]}")
+            if _is_of_a_library(cause):
+                cure = LIBRARIES
             cause = cause.__cause__
         raise DataError(f"cannot {action}: {' <- '.join(causes)}; {cure}") from error
+
+
+def _is_of_a_library(error: BaseException) -> bool:
+    """Whether no text could cause it: a module that cannot be imported, or lacks a name."""
+    lacking = isinstance(error, AttributeError) and isinstance(error.obj, ModuleType)
+    return lacking or isinstance(error, ImportError)
 
 
 def option(text: str, default: Any = None, **keywords: Any) -> Any:

@@ -1,6 +1,5 @@
 """The GPT-2 study: its exercises are what they say, its sizes have oracles, its points repeat exactly."""
 
-import argparse
 import json
 import math
 import subprocess
@@ -14,8 +13,7 @@ import pytest
 import studies
 import torch
 
-from hf_slt.training.arguments import Arguments, parse_arguments
-from hf_slt.training.run import Run
+from hf_slt.training.arguments import Arguments
 
 ROOT = Path(__file__).parents[2]
 
@@ -148,51 +146,6 @@ def test_sizes_of_a_ticket_and_of_stored_embeddings():
     assert sizes[16] == record["mask_bytes"] + 2 * trained
     assert sizes[4] == record["mask_bytes"] + trained // 2 + 2 * trained // 64
     assert record["stored"][0]["loss"] == pytest.approx(record["loss"], abs=1e-3)
-
-
-def test_the_paper_preset_names_commands_that_parse():
-    points = study.paper_points()
-    assert len({study.paper_command(point)[0] for point in points}) == len(points) == 3 * (7 + 3 + 4) * 3
-    for point in points[::7]:
-        _, command = study.paper_command(point)
-        words = command[command.index("recipes/train_gpt2_slt.py") + 1 :]
-        words[1] = str(ROOT / words[1])
-        arguments = parse_arguments(words)
-        assert arguments.model.n_embd // arguments.model.n_head == 64
-        assert arguments.model.n_embd == point.settings["n_embd"]
-        assert arguments.run.num_train_epochs == 50
-
-
-def test_the_paper_preset_runs_what_is_left_and_draws(tmp_path, monkeypatch, capsys):
-    """Its launches are replaced by tiny real runs in the folders that they name."""
-    monkeypatch.chdir(tmp_path)
-    every = study.paper_points()
-    chosen = [point for point in every if point.task == "mini" and point.seed == 0][:10]
-    monkeypatch.setattr(study, "paper_points", lambda: chosen)
-    launched = []
-
-    def launch(command):
-        launched.append(command)
-        if len(launched) == 5:
-            return subprocess.CompletedProcess(command, 3)
-        words = command[command.index("--config") + 2 :]
-        tiny = "--n_layer 1 --n_embd 64 --n_head 1 --block_size 24 --max_steps 2".split()
-        run = Run(parse_arguments([*words, *tiny]), study.corpus_of("recall", 8))
-        study.train(run)
-        run.finish()
-        return subprocess.CompletedProcess(command, 0)
-
-    monkeypatch.setattr(study.subprocess, "run", launch)
-    options = argparse.Namespace(preset="paper", out=tmp_path, fresh=False, execute=True)
-    call = studies.Study("gpt2", "cpu", options)
-    assert study.run_paper(call) == 3
-    assert chosen[4].id in capsys.readouterr().err
-    assert study.run_paper(call) == 0
-    assert len(launched) == len(chosen) + 1  # what was done is not done again
-    stored = json.loads((tmp_path / "results" / "gpt2_paper.json").read_text())["records"]
-    assert all(point.settings in [record["of"] for record in stored] for point in chosen)
-    assert all(len(record["curve"]) == 1 and record["nonzero"] > 0 for record in stored)
-    assert {path.stem for path in (tmp_path / "figures" / "paper").glob("*.png")} == {"fig7", "fig8"}
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import ast
 import math
 import re
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -237,7 +238,10 @@ def test_gap_closed_needs_all_three():
 # ---------------------------------------------------------------------------- the rest
 
 
-def test_arguments_command_and_environment_without_folders(ticket, tmp_path, monkeypatch):
+@pytest.mark.parametrize("build", ["", "+cu130"])
+def test_arguments_command_and_environment_without_folders(ticket, tmp_path, monkeypatch, build):
+    # A build for GPUs names CUDA in torch.__version__, but not in the version of the package.
+    monkeypatch.setattr(torch, "__version__", torch.__version__.partition("+")[0] + build)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "secret" / "set").mkdir(parents=True)  # as a name on the Hub, but a folder
     words = "../secret/train.py --config secret/nano.yaml --output-dir=../secret/runs --cache_dir secret/c"
@@ -256,7 +260,7 @@ def test_arguments_command_and_environment_without_folders(ticket, tmp_path, mon
         assert "--dataset set --validation_files=z.txt --tokenizer openai/gpt2 --prompt 'a/b c'" in card
         assert "learning_rate: 0.01" in card
         assert "output_dir: " not in card
-        assert f"torch {torch.__version__}" in card
+        assert f"torch {version('torch')}" in card
         assert re.search(r"on \d+ (CPU cores|x )", card)
         if "prompt" in training:
             assert 'train_files: ["x.txt", "y.txt"]' in card

@@ -5,8 +5,10 @@ import hashlib
 import json
 import os
 import random
+import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import datasets
@@ -527,6 +529,47 @@ def test_errors_of_data_sets(tmp_path, monkeypatch):
     message = "cannot load data set some/name main: ConnectionError: .*train_files, or .*embedded corpus"
     with pytest.raises(DataError, match=message):
         load_blocks(DataArguments(dataset="some/name", dataset_config="main"))
+
+
+def broken_import(name, *rest):
+    raise ImportError("pyarrow requires NumPy 2.0 or newer, found 1.26.0")
+
+
+def broken_name(*args, **options):
+    return datasets.config.NAME_OF_ANOTHER_VERSION
+
+
+def broken_within(*args, **options):
+    try:
+        broken_name()
+    except AttributeError as error:
+        raise RuntimeError("An error occurred while generating the dataset") from error
+
+
+@pytest.mark.parametrize("way", ["import", "name", "within"])
+def test_a_library_that_does_not_work_is_not_blamed_on_the_text(tmp_path, monkeypatch, way):
+    if way == "import":  # as with NumPy 1.26 beside a new pyarrow
+        monkeypatch.delitem(sys.modules, "datasets")
+        finder = types.SimpleNamespace(
+            find_spec=lambda name, *rest: name == "datasets" and broken_import(name)
+        )
+        monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
+    else:
+        broken = {"name": broken_name, "within": broken_within}[way]
+        monkeypatch.setattr(datasets, "load_dataset", broken)
+    path = write(tmp_path, "a.txt", ASCII)
+    for options in ({"train_files": [path]}, {"dataset": "some/name"}):
+        with pytest.raises(DataError, match="pip install --upgrade numpy pyarrow") as refused:
+            load_blocks(DataArguments(**options))
+        assert "NumPy 2.0" in str(refused.value) or "NAME_OF_ANOTHER_VERSION" in str(refused.value)
+        assert not re.search("UTF-8|check name", str(refused.value))
+        assert len(str(refused.value).splitlines()) == 1
+
+
+def test_an_attribute_that_an_object_lacks_may_be_the_fault_of_the_text(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **options: "a row".keys())
+    with pytest.raises(DataError, match=r"AttributeError: .*; check that the files are whole"):
+        read_files([write(tmp_path, "a.txt", ASCII)])
 
 
 def test_a_tokenizer_without_end_of_text_is_refused(tokenizer, tmp_path):
