@@ -283,8 +283,9 @@ def test_a_source_distribution_is_the_whole_project(copy, tmp_path):
 def test_a_wheel_is_typed_and_has_no_tests(copy, tmp_path):
     with zipfile.ZipFile(build("wheel", copy, tmp_path)) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
-    modules = {str(path.relative_to(copy)) for path in (copy / "hf_slt").rglob("*.py")}
-    assert held == {*modules, "slt_command.py", "hf_slt/py.typed", "hf_slt/model_cards/template.md"}
+    package = {str(path.relative_to(copy)) for path in (copy / "hf_slt").rglob("*") if path.is_file()}
+    cards = {f"hf_slt/model_cards/pocket/{path.name}" for path in (copy / "model_cards" / "pocket").iterdir()}
+    assert held == {*package, *cards, "slt_command.py", "hf_slt/model_cards/template.md"}
 
 
 def test_version_is_one():
