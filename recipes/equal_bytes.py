@@ -30,11 +30,12 @@ LOOP = {
 }  # fmt: skip
 MASKED = {**LOOP, "law": "signed_constant", "scale_with_width": True, "qk_scale": 2, "learning_rate": 5e-3}
 SCALED = {**MASKED, "scales": "row", "scale_bits": 8, "weight_learning_rate": 3e-3}
+SCORES = {"learning_rate": 2e-3, "score_decay": 0.5}
 STOCK = {**LOOP, "control": "dense", "initial_std": 0.08, "weight_learning_rate": 6e-3}
 # By contestant: its settings, and its width by bytes of the file.
 CONTESTANTS: dict[str, tuple[dict[str, Any], dict[int, int]]] = {
     "ticket": (
-        {**SCALED, "rule": "signed", "density": 0.7, "layer_norm": "trained", "score_decay": 0.5},
+        {**SCALED, "rule": "signed", "density": 0.7, "layer_norm": "trained", **SCORES},
         {30_000: 36, 60_000: 68, 115_000: 112, 230_000: 168},
     ),
     "paper's ticket": (
@@ -47,7 +48,8 @@ CONTESTANTS: dict[str, tuple[dict[str, Any], dict[int, int]]] = {
 # The search: a contestant, steps, and what is changed of it; None is an option left out.
 DEEP = {"n_layer": 4, "n_embd": 48}
 SLOW = {**DEEP, "weight_learning_rate": 3e-3}
-THREE = {"n_layer": 3, "n_embd": 96}
+FAST = {"learning_rate": 5e-3}
+THREE = {**FAST, "n_layer": 3, "n_embd": 96}
 SPARSER = {**THREE, "density": 0.6}
 PLAIN = {**SPARSER, "layer_norm": None, "score_decay": None}
 TRIALS: list[tuple[str, int, dict[str, Any]]] = [
@@ -74,7 +76,9 @@ TRIALS: list[tuple[str, int, dict[str, Any]]] = [
     ("ticket", 1000, {**THREE, "n_head": 2, "weight_learning_rate": 6e-3}),
     ("ticket", 1000, {**THREE, "n_head": 2, "weight_learning_rate": 6e-3, "density": 0.85, "n_embd": 100}),
     ("ticket", 3000, SPARSER),
-    ("ticket", 3000, {}),
+    *(("ticket", 3000, {**FAST, "seed": seed}) for seed in range(3)),
+    ("ticket", 1000, FAST),
+    ("ticket", 10_000, FAST),
 ]
 
 
