@@ -130,7 +130,7 @@ class Comparison:
         """One change each from the contestant as it is."""
         if self.text or not self.preset.searched:  # settings are searched once, and hold for every text
             return []
-        return [point(name, SEARCH_BYTES, steps, 0, **changes) for name, steps, changes in TRIALS]
+        return [point(name, SEARCH_BYTES, steps, **{"seed": 0, **changes}) for name, steps, changes in TRIALS]
 
     def rows(self) -> dict[tuple[int, int, str], list[Point]]:
         """By bytes, steps and contestant: one run for each seed."""

@@ -29,7 +29,7 @@ from .verify import mask_path, verify_ticket
 
 CARD_FILE = "README.md"
 PAGE_FILE = "index.html"  # the name that a static Space shows
-TAGS = ["supermask", "strong-lottery-ticket", "edge-popup", "gpt2"]
+TAGS = ["supermask", "strong-lottery-ticket", "gpt2"]  # and the rule
 # A figure of one of these names, if it lies in the ticket's folder, is shown.
 FIGURES = {
     "comparison.png": "Validation loss of the ticket and of its controls",
@@ -133,7 +133,7 @@ def write_card(
         pipeline_tag=task,
         license=license,
         language=language,
-        tags=list(TAGS),
+        tags=[*TAGS, str(header.config["rule"]).replace("_", "-")],
         datasets=text.get("dataset"),
         eval_results=results or None,
     )
@@ -157,7 +157,7 @@ def write_card(
         laws=sorted({f"`{entry.law}`" for entry in header.tensors.values() if entry.law}),
         shape=[(label, config[key]) for key, label in _SHAPE.items() if config.get(key) is not None],
         tensors=[_tensor_row(tensor, entry, header) for tensor, entry in header.tensors.items()],
-        trained=[f"`{tensor}`" for tensor, entry in header.tensors.items() if entry.kind == "trained"],
+        trained=_trained(header),
         metrics=(columns := [key for key in METRICS if any(key in _known(run) for run in runs.values())]),
         metric_labels=METRICS,
         runs=[
@@ -291,6 +291,15 @@ def entropy_bits(entry: Entry) -> float:
     if entry.counts is None:
         return 0.0
     return (math.lgamma(sum(entry.counts) + 1) - sum(math.lgamma(n + 1) for n in entry.counts)) / math.log(2)
+
+
+def _trained(header: Header) -> list[str]:
+    """What was trained beside the masks: tables by name, vectors in one word."""
+    entries = {name: entry for name, entry in header.tensors.items() if entry.kind == "trained"}
+    found = [f"`{name}`" for name, entry in entries.items() if entry.shape[0] > 1]
+    if numbers := sum(entry.size for entry in entries.values() if entry.shape[0] == 1):
+        found.append(f"{numbers:,} scales, gains and biases")
+    return found
 
 
 def value_bytes(entry: Entry) -> int:
