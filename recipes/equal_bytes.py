@@ -64,6 +64,8 @@ TRIALS: list[tuple[str, int, dict[str, Any]]] = [
     ("dense int4", 3000, SLOW),
     ("dense int4", 3000, DEEP),
     ("dense int4", 3000, {}),
+    ("dense int4", 3000, {"weight_learning_rate": 9e-3}),
+    ("dense int4", 3000, {"n_layer": 1, "n_embd": 72}),
     ("ticket", 1000, PLAIN),
     *(("ticket", 1000, {**PLAIN, "score_decay": decay}) for decay in (0.1, 0.5, 2.0)),
     ("ticket", 1000, SPARSER),
@@ -96,7 +98,7 @@ PRESETS = {
     "quick": Preset(((BEST, 30_000, 20, 1),), searched=False),
     "cpu": Preset(
         (
-            (tuple(CONTESTANTS), 115_000, 1000, 1),
+            (("ticket", "paper's ticket", "dense int4"), 115_000, 1000, 1),
             (BEST, 60_000, 3000, 1),
             (BEST, 115_000, 3000, 3),
             (BEST, 115_000, 10_000, 1),
