@@ -106,7 +106,10 @@ def test_sft_trainer_trains_the_masked_model(tied, tokenizer, tmp_path):
         expected = model(ids, labels=ids).loss.item()
     trainer.train()
     logged = next(record["loss"] for record in trainer.state.log_history if "loss" in record)
-    assert logged == pytest.approx(expected, rel=1e-3)
+    # Older versions of transformers divide by all tokens, not by those that are predicted: one in a row less.
+    length = ids.shape[1]
+    either = [pytest.approx(expected * share, rel=1e-3) for share in (1, (length - 1) / length)]
+    assert logged in either
     moved = {name for name, one in model.named_parameters() if not torch.equal(one, before[name])}
     assert moved == before.keys()
 
