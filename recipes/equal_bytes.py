@@ -9,7 +9,7 @@ Both sides have the same text, tokenizer, loop and tokens, and files of the same
 settings were found by the search: one change each from the best so far, on one size, seed 0, and few steps.
 
 results/equal_bytes.json   every run, those of the search too: side, bytes, steps, seed, loss and all settings
-figures/equal_bytes.png    validation loss against bytes, a panel for each number of steps
+figures/equal_bytes.png    validation loss against steps, a panel for each size of the file
 """
 
 import json
@@ -186,20 +186,23 @@ def table(rows: dict[tuple[int, int, str], list[Point]], records: Records) -> li
 
 
 def draw(lines: Iterable[dict[str, Any]], study: Study) -> None:
-    """Loss against bytes; one panel for each number of steps, a bar from the lowest seed to the highest."""
+    """Loss against steps; one panel for each size of the file, a bar from the lowest seed to the highest."""
     lines = list(lines)
-    steps = sorted({one["steps"] for one in lines})
-    figure, axes = panels(1, len(steps), 3.2 * len(steps) + 1.5, 3.6, sharey=True)
-    for axis, count in zip(axes[0], steps, strict=True):
+    sizes = sorted({one["size"] for one in lines})
+    figure, axes = panels(1, len(sizes), 4.5 * len(sizes) + 1, 3.8, sharey=True)
+    for axis, size in zip(axes[0], sizes, strict=True):
         for place, name in enumerate(CONTESTANTS):
-            of = [one for one in lines if (one["contestant"], one["steps"]) == (name, count)]
+            of = [one for one in lines if (one["contestant"], one["size"]) == (name, size)]
             if of:
-                sizes, middle = [one["bytes"] / 1000 for one in of], [one["loss"] for one in of]
+                of.sort(key=lambda one: one["steps"])
+                steps, middle = [one["steps"] for one in of], [one["loss"] for one in of]
                 below = [one["loss"] - one["lowest"] for one in of]
                 above = [one["highest"] - one["loss"] for one in of]
-                axis.errorbar(sizes, middle, [below, above], label=name, **line(place))
-        axis.set_title(f"{count} steps")
-        axis.set_xlabel("kB of the file")
+                label = f"{name}, {of[-1]['bytes'] / 1000:.0f} kB"
+                axis.errorbar(steps, middle, [below, above], label=label, capsize=3, **line(place))
+        axis.set_title(f"files of about {size / 1000:.0f} kB")
+        axis.set_xscale("log")
+        axis.set_xlabel("training steps of 1024 tokens")
         axis.legend(frameon=False)
     axes[0][0].set_ylabel("validation loss (nats per token)")
     study.save(figure, "equal_bytes")
