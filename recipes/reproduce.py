@@ -306,6 +306,15 @@ def cost_of(jobs: list[Job], device: torch.device) -> dict[Shape, tuple[float, b
     return {shape: (speeds.get(shape, rate / shape.operations), shape in speeds) for shape in shapes}
 
 
+def digits(value: float) -> str:
+    """A number in three digits.
+
+    >>> digits(5553.2), digits(0.000344)
+    ('5,550', '0.000344')
+    """
+    return f"{float(f'{value:.3g}'):,g}"
+
+
 def tell_cost(plan: Plan, points: list[Point]) -> float:
     """Print what these runs cost, by their shapes; the hours of one GPU (or processor) in all."""
     jobs = [job_of(plan, point) for point in points]
@@ -317,13 +326,13 @@ def tell_cost(plan: Plan, points: list[Point]) -> float:
         factor = SUSTAINED * A100 / rate
     print(f"{'layers x width':>16}{'runs':>6}{'tokens a run':>14}{'tokens/s here':>15}{f'{what} hours':>18}")
     total = 0.0
-    for shape, (speed, measured) in speeds.items():
+    for shape, (speed, measured) in sorted(speeds.items(), key=lambda one: one[0].weights):
         same = [job for job in jobs if job.shape == shape]
         hours = sum(job.tokens for job in same) / (speed * factor) / 3600
         total += hours
         sizes = f"{shape.layers} x {shape.width}"
-        shown = f"{speed:,.0f}{' ' if measured else '*'}"
-        print(f"{sizes:>16}{len(same):>6}{same[0].tokens:>14.3g}{shown:>15}{hours:>18,.3g}")
+        shown = f"{digits(speed)}{' ' if measured else '*'}"
+        print(f"{sizes:>16}{len(same):>6}{same[0].tokens:>14.3g}{shown:>15}{digits(hours):>18}")
     if not all(measured for _, measured in speeds.values()):
         print("* not measured: as many operations a second as the largest shape that was")
     if factor != 1:
@@ -331,9 +340,9 @@ def tell_cost(plan: Plan, points: list[Point]) -> float:
             f"Factor {factor:,.0f}, an estimate: in matrix products one A100 is taken to keep {SUSTAINED:.0%}"
             f" of its {A100 / 1e12:.0f} TFLOP/s; {rate / 1e12:.3g} TFLOP/s were measured here."
         )
-    each = "" if plan.on_cpu else f", {total / plan.gpus / 24:,.3g} days on {plan.gpus}"
+    each = "" if plan.on_cpu else f", {digits(total / plan.gpus / 24)} days on {plan.gpus}"
     tokens = sum(job.tokens for job in jobs)
-    print(f"{len(jobs)} runs, {tokens:.3g} tokens: about {total:,.3g} hours of one {what}{each}.")
+    print(f"{len(jobs)} runs, {tokens:.3g} tokens: about {digits(total)} hours of one {what}{each}.")
     print("Left out: starting, evaluation, and waiting for text, for other processes and for the disk.")
     return total
 
