@@ -15,9 +15,10 @@ help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
 $(READY): pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade "pip>=23"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[all,dev]"
+	@echo "Setting up $(VENV): some minutes, this once."
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install -qq --upgrade "pip>=23" # errors only: warnings are of pip's own settings
+	@$(BIN)/python -m pip install -qq --constraint constraints.txt --editable ".[all,dev]"
 	@touch $@
 
 demo: $(READY)  ## find a ticket in a few minutes, compare it with its dense twin, verify, load and generate
