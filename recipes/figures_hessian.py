@@ -433,9 +433,10 @@ def advice_for(layer_norm: bool, seed: int) -> dict[str, float]:
 
 
 def nano_arguments(**options: Any) -> Arguments:
-    """The nano preset at the paper's scale and rate 1e-2 with these options."""
+    """The nano preset with masks and nothing else, the paper's scale, rate 1e-2 and these options."""
     usual = {"config": studies.HERE / "nano.yaml", "qk_scale": "paper", "learning_rate": 1e-2}
-    return studies.loop_arguments(**{**usual, **options})
+    masks = {"rule": "edge_popup", "density": 0.5, "scales": "none", "score_decay": 0, "min_lr_rate": 0.1}
+    return studies.loop_arguments(**{**usual, **masks, "layer_norm": True, **options})
 
 
 def advice_gains(records: list[Record]) -> list[dict[str, Any]]:
