@@ -34,7 +34,7 @@ def test_equal_bytes_is_a_list_of_all_runs_with_what_repeats_them(tmp_path):
     rows = comparison.rows()
     searched = {studies._key(one) for one in comparison.search()}
     ours, theirs = (rows[115_000, 1000, name][0] for name in equal_bytes.BEST)
-    assert {studies._key(ours), studies._key(theirs)} < searched
+    assert studies._key(theirs) in searched
     path = tmp_path / "equal_bytes.json"
     found = {"loss": 4.5, "bytes": 7, "seconds": 1.0}
     equal_bytes.FlatRecords(path, [ours], keep=True).add(ours, found)

@@ -51,6 +51,7 @@ MORE = {
     "trained-8bit": {"embedding": "trained", "embedding_bits": 8, "n_layer": 1, "n_embd": 33, "n_head": 3},
 }
 ALL = {name: {**changes, "vocab_size": VOCABULARY} for name, changes in (CASES | MORE).items()}
+LOW_RANK = ALL.pop("normal-low_rank")  # which a page refuses
 
 
 def node(page: Path, job: str, **request):
@@ -351,6 +352,9 @@ def test_what_the_engine_cannot_compute_is_refused(tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path / "mish")
     with pytest.raises(SLTError, match="mish"):
         make_page(tmp_path / "mish")
+    make("scores", **LOW_RANK).save_ticket(tmp_path / "rank")
+    with pytest.raises(SLTError, match="embedding_rank 12"):
+        make_page(tmp_path / "rank")
     model = make("scores", vocab_size=VOCABULARY)
     model.transformer.save_ticket(tmp_path / "bare")
     tokenizer.save_pretrained(tmp_path / "bare")
