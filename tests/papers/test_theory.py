@@ -447,7 +447,7 @@ def test_pruned_transformer_is_a_ticket(tmp_path):
     assert header.config["seed"] == 2
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "ticket")
     assert torch.equal(again(torch.from_numpy(TOKENS)).logits, model(torch.from_numpy(TOKENS)).logits)
-    # Which target stock GPT-2 draws from a seed depends on the version of transformers, and so does the error.
+    # Which target stock GPT-2 draws from a seed depends on the version of transformers, and so the error too.
     np.testing.assert_allclose(logits_of(again), target(TOKENS), atol=1e-2)
     for name, mask in again.mask_arrays().items():
         assert (mask == found.masks[name]).all()
