@@ -183,7 +183,7 @@ def read_header(path: Path) -> Header:
     text = stored = metadata.get(METADATA_KEY)
     if not isinstance(text, str):
         raise TicketError(f"{path}: no {METADATA_KEY!r} metadata; the file was not written by hf_slt")
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError):  # then the digest below is not that of the text
         text = text if text.startswith("{") else _decoder(path, "entropy").inflate(text, _LONGEST_JSON)
     if metadata != {"format": "pt", METADATA_KEY: stored, DIGEST_KEY: sha256(text)}:
         raise TicketError(f"{path}: the metadata do not have the digest they name; {AGAIN}")
