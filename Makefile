@@ -52,7 +52,7 @@ $(LOWEST)/.ready: pyproject.toml
 	@touch $@
 
 test-lowest: $(LOWEST)/.ready  ## the quick tests with the lowest versions that pyproject.toml declares
-	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest $(TESTS)
+	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest --numprocesses 2 --dist worksteal $(TESTS)
 
 lint: $(READY)  ## ruff and mypy
 	$(BIN)/ruff check .

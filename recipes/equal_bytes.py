@@ -2,7 +2,7 @@
 
     python recipes/equal_bytes.py --preset quick                        # a smoke test, a minute
     python recipes/equal_bytes.py --preset cpu                          # what the docs show, hours
-    python recipes/equal_bytes.py --preset cpu --train_files a.txt      # the same on a text of yours
+    python recipes/equal_bytes.py --preset text --train_files a.txt     # its main rows on a text of yours
     python recipes/equal_bytes.py --preset full                         # three seeds everywhere: a day
 
 Both sides have the same text, tokenizer, loop and tokens, and files of the same bytes (see rivals.py). Their
@@ -12,17 +12,13 @@ results/equal_bytes.json   every run, those of the search too: side, bytes, step
 figures/equal_bytes.png    validation loss against steps, a panel for each size of the file
 """
 
-import json
-import os
-import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import studies
-from rivals import measure
-from studies import Point, Record, Records, Study, line, panels
+from rivals import Rows, measure, records_of, table, with_text
+from studies import Point, Study, line, panels
 
 LOOP = {
     "n_layer": 2, "n_head": 4, "vocab_size": 2048, "block_size": 128, "per_device_train_batch_size": 8,
@@ -99,11 +95,13 @@ PRESETS = {
     "cpu": Preset(
         (
             (("ticket", "paper's ticket", "dense int4"), 115_000, 1000, 1),
-            (BEST, 60_000, 3000, 1),
+            (BEST, 60_000, 3000, 3),
             (BEST, 115_000, 3000, 3),
+            (BEST, 230_000, 3000, 1),
             (BEST, 115_000, 10_000, 1),
         ),
     ),
+    "text": Preset(((BEST, 60_000, 3000, 1), (BEST, 115_000, 3000, 3)), searched=False),
     "full": Preset(
         (
             *((tuple(CONTESTANTS), size, steps, 3) for size in SIZES for steps in (1000, 3000)),
@@ -125,8 +123,8 @@ def point(name: str, size: int, steps: int, seed: int, **changes: Any) -> Point:
 class Comparison:
     """The points of a preset, on the embedded corpus or on other files."""
 
-    def __init__(self, preset: Preset, files: list[str] | None) -> None:
-        self.preset, self.text = preset, {"train_files": files} if files else {}
+    def __init__(self, preset: Preset, text: Point) -> None:
+        self.preset, self.text = preset, text
 
     def search(self) -> list[Point]:
         """One change each from the contestant as it is."""
@@ -134,55 +132,13 @@ class Comparison:
             return []
         return [point(name, SEARCH_BYTES, steps, **{"seed": 0, **changes}) for name, steps, changes in TRIALS]
 
-    def rows(self) -> dict[tuple[int, int, str], list[Point]]:
+    def rows(self) -> Rows:
         """By bytes, steps and contestant: one run for each seed."""
         return {
             (size, steps, name): [point(name, size, steps, seed, **self.text) for seed in range(seeds)]
             for names, size, steps, seeds in self.preset.shares
             for name in names
         }
-
-
-class FlatRecords(Records):
-    """Records in a plain list, for readers who know nothing of studies; of all texts."""
-
-    def read(self) -> dict[str, Any]:
-        """The facts of the file: here, its records."""
-        known = json.loads(self.path.read_text())
-        return {"records": [{"of": one.pop("settings"), **one} for one in known]}
-
-    def text(self) -> str:
-        """The file as it should be."""
-        return "[\n" + ",\n".join(json.dumps(flat(self.found[key])) for key in sorted(self.found)) + "\n]\n"
-
-
-def flat(record: Record) -> Record:
-    """A record as the file has it."""
-    settings = record["of"]
-    side = "dense" if settings.get("control") == "dense" else "ticket"
-    return {
-        "side": side, "bytes": record["bytes"], "steps": settings["max_steps"], "seed": settings["seed"],
-        "loss": record["loss"], **{name: one for name, one in record.items() if name not in ("of", "side")},
-        "settings": settings,
-    }  # fmt: skip
-
-
-def table(rows: dict[tuple[int, int, str], list[Point]], records: Records) -> list[dict[str, Any]]:
-    """A line for each contestant, size and number of steps that was run."""
-    lines = []
-    for (size, steps, name), points in rows.items():
-        found = [one for one in map(records.get, points) if one is not None]
-        if found:
-            losses = [record["loss"] for record in found]
-            lines.append({
-                "contestant": name, "size": size, "steps": steps, "seeds": len(losses),
-                "shape": f"{points[0]['n_layer']} x {points[0]['n_embd']}",
-                "bytes": round(statistics.mean(record["bytes"] for record in found)),
-                "loss": round(statistics.mean(losses), 3),
-                "lowest": round(min(losses), 3), "highest": round(max(losses), 3),
-                "seconds": round(statistics.mean(record["seconds"] for record in found)),
-            })  # fmt: skip
-    return lines
 
 
 def draw(lines: Iterable[dict[str, Any]], study: Study) -> None:
@@ -211,18 +167,11 @@ def draw(lines: Iterable[dict[str, Any]], study: Study) -> None:
 def main() -> None:
     """Search, compare, draw."""
     parser = studies.parser_of(__doc__, PRESETS, ["search", "compare"])
-    parser.add_argument("--train_files", nargs="+", help="text to train on, all in one folder")
-    options = parser.parse_args()
-    options.out = options.out.resolve()
-    names = options.train_files
-    if names:  # records name a text, not where it lies: workers find it in their folder
-        os.chdir(Path(names[0]).resolve().parent)
-        names = [Path(one).name for one in names]
-    comparison = Comparison(PRESETS[options.preset], names)
+    options, text = with_text(parser)
+    comparison = Comparison(PRESETS[options.preset], text)
     search, rows = comparison.search(), comparison.rows()
     wanted = [one for points in rows.values() for one in points]
-    path = options.out / "results" / "equal_bytes.json"
-    records = FlatRecords(path, [*search, *wanted], options.fresh, keep=True)
+    records = records_of("equal_bytes", options, [*search, *wanted])
     if "search" in options.only:
         records.measure(measure, search, options.workers)
     if "compare" in options.only:

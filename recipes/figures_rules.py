@@ -1,26 +1,27 @@
 """Which mask rule is best for its bytes? All rules on text, at equal bytes of the file, beside dense rivals.
 
-    python recipes/figures_rules.py --preset quick                       # a smoke test, minutes
-    python recipes/figures_rules.py --preset cpu                         # one size and seed, 300 steps
-    python recipes/figures_rules.py --preset full --train_files a.txt    # the whole comparison: days
+    python recipes/figures_rules.py --preset quick                      # a smoke test, a minute
+    python recipes/figures_rules.py --preset cpu                        # what the docs show, hours
+    python recipes/figures_rules.py --preset text --train_files a.txt   # its main rows on a text of yours
+    python recipes/figures_rules.py --preset full --train_files a.txt   # all rules, sizes and lengths: days
 
 Every contestant gets the width at which its file has the bytes asked for: a rule with more bits a weight is a
 narrower model. What counts as bytes, and what dense rivals are, is in rivals.py.
 
-The rate of each contestant is searched first, among RATES, on the smallest budget of bytes and the fewest
-steps, seed 0; the comparison runs with the best of them. Every run is one record in results/.
+The rate of each contestant is searched first: RATES of its kind and length, at SEARCH_BYTES, on the embedded
+corpus, seed 0. The comparison runs with the best of them, at every size and on every text.
 
-rules.png    validation loss against bytes, a line a contestant; one panel for each number of steps
+results/rules.json   every run, those of the search too: side, bytes, steps, seed, loss and all settings
+figures/rules.png    validation loss against bytes, a line a contestant; one panel for each number of steps
 """
 
-import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import studies
-from rivals import measure
-from studies import Point, Study, line, panels
+from rivals import Rows, measure, records_of, table, with_text
+from studies import Point, Records, Study, line, panels
 
 BASE = {
     "scale_with_width": True,
@@ -63,24 +64,36 @@ CONTESTANTS = {
 SHORT_LIST = tuple(
     name for name in CONTESTANTS if name not in RULES or name in ("edge_popup", "sign", "signed")
 )
-RATES = {"scores": (3e-3, 1e-2), "bernoulli": (2e-2, 5e-1), "dense": (3e-3, 8e-3)}
+# By kind and steps: the longer a run, the lower its best rate.
+RATES = {
+    "scores": {20: (1e-2,), 300: (5e-3, 1e-2), 1000: (3e-3, 6e-3), 3000: (2e-3, 4e-3)},
+    "bernoulli": {300: (1e-2, 3e-2, 3e-1), 1000: (1e-2, 3e-2, 1e-1), 3000: (1e-2, 3e-2)},
+    "dense": {20: (6e-3,), 300: (6e-3, 1.2e-2), 1000: (4e-3, 8e-3), 3000: (4e-3, 6e-3)},
+}
+SEARCH_BYTES = 115_000
+SIZES = (60_000, SEARCH_BYTES, 230_000)
 
 
 @dataclass(frozen=True)
-class Preset:
-    """How much is run."""
+class Share:
+    """Some of what is run."""
 
-    budgets: tuple[int, ...]  # bytes of a file
-    steps: tuple[int, ...]
+    contestants: tuple[str, ...]
+    bytes: int
+    steps: int
     seeds: int
-    contestants: tuple[str, ...] = tuple(CONTESTANTS)
-    searched: int = 300  # steps of a run that searches the rate
 
 
 PRESETS = {
-    "quick": Preset((30_000,), (20,), 1, ("edge_popup", "sign, scales", "dense int4"), searched=10),
-    "cpu": Preset((115_000,), (300,), 1, SHORT_LIST),
-    "full": Preset((60_000, 115_000, 230_000), (300, 1000, 3000), 3),
+    "quick": (Share(("edge_popup", "sign, scales", "dense int4"), 30_000, 20, 1),),
+    "cpu": (
+        Share(SHORT_LIST, 60_000, 300, 1),
+        Share(SHORT_LIST, 115_000, 300, 3),
+        Share(SHORT_LIST, 230_000, 300, 1),
+        Share(SHORT_LIST, 115_000, 1000, 1),
+    ),
+    "text": (Share(SHORT_LIST, 115_000, 300, 1),),
+    "full": tuple(Share(tuple(CONTESTANTS), size, steps, 3) for size in SIZES for steps in (300, 1000, 3000)),
 }
 
 
@@ -102,77 +115,44 @@ def width_for(name: str, budget: int) -> int:
     return min(range(8, 513, 4), key=lambda width: abs(size(width) - budget))
 
 
-def point(name: str, budget: int, steps: int, rate: float, seed: int, files: list[str] | None) -> Point:
+def point(name: str, size: int, steps: int, seed: int, rate: float, **text: Any) -> Point:
     """All settings of a run."""
-    options = {**BASE, **CONTESTANTS[name][0], "n_embd": width_for(name, budget), "seed": seed}
-    options["weight_learning_rate" if kind_of(name) == "dense" else "learning_rate"] = rate
-    options |= {"max_steps": steps, "eval_steps": max(1, steps // 3)}
-    return {**options, **({"train_files": files} if files else {})}
+    settings = {**BASE, **CONTESTANTS[name][0], "n_embd": width_for(name, size), "seed": seed}
+    settings["weight_learning_rate" if kind_of(name) == "dense" else "learning_rate"] = rate
+    return {**settings, "max_steps": steps, "eval_steps": max(1, steps // 3), **text}
 
 
 # -- the study ---------------------------------------------------------------------------------------------
 
 
-class Comparison:
-    """The points of a preset; those of the comparison follow from the records of the search."""
-
-    def __init__(self, preset: Preset, files: list[str] | None) -> None:
-        self.preset, self.files = preset, files
-
-    def search_points(self) -> dict[str, list[Point]]:
-        """By contestant: one run for each rate."""
-        budget, steps = self.preset.budgets[0], self.preset.searched
-        return {
-            name: [point(name, budget, steps, rate, 0, self.files) for rate in RATES[kind_of(name)]]
-            for name in self.preset.contestants
-        }
-
-    def best_rate(self, name: str, records: Any) -> float | None:
-        """The rate of the lowest loss, if all were measured."""
-        found = [records.get(one) for one in self.search_points()[name]]
-        if None in found:
-            return None
-        best = min(found, key=lambda record: record["loss"])
-        return best["of"]["weight_learning_rate" if kind_of(name) == "dense" else "learning_rate"]
-
-    def points(self, records: Any) -> dict[tuple[str, int, int], list[Point]]:
-        """By contestant, budget and steps: one run for each seed."""
-        found = {}
-        for steps in self.preset.steps:
-            for budget in self.preset.budgets:
-                for name in self.preset.contestants:
-                    if rate := self.best_rate(name, records):
-                        found[name, budget, steps] = [
-                            point(name, budget, steps, rate, seed, self.files)
-                            for seed in range(self.preset.seeds)
-                        ]
-        return found
+def search_of(name: str, steps: int) -> dict[float, Point]:
+    """By rate: the run that tries it."""
+    return {rate: point(name, SEARCH_BYTES, steps, 0, rate) for rate in RATES[kind_of(name)][steps]}
 
 
-def rows_of(comparison: Comparison, records: Any) -> list[dict[str, Any]]:
-    """A row for each contestant, budget and number of steps that was run with all its seeds."""
-    rows = []
-    for (name, budget, steps), points in comparison.points(records).items():
-        found = [records.get(one) for one in points]
-        if None not in found:
-            losses = [record["loss"] for record in found]
-            rows.append({
-                "contestant": name, "budget": budget, "steps": steps,
-                "bytes": round(statistics.mean(record["bytes"] for record in found)),
-                "width": points[0]["n_embd"], "rate": comparison.best_rate(name, records),
-                "loss": round(statistics.mean(losses), 4),
-                "lowest": round(min(losses), 4), "highest": round(max(losses), 4), "seeds": len(losses),
-            })  # fmt: skip
-    return rows
+def best_rate(name: str, steps: int, records: Records) -> float | None:
+    """The rate of the lowest loss; None before all were tried."""
+    found = {rate: records.get(one) for rate, one in search_of(name, steps).items()}
+    losses = {rate: record["loss"] for rate, record in found.items() if record}
+    return min(losses, key=losses.__getitem__) if len(losses) == len(found) else None
 
 
-def draw(rows: Iterable[dict[str, Any]], study: Study) -> None:
+def rows_of(shares: Iterable[Share], text: Point, records: Records) -> Rows:
+    """By bytes, steps and contestant: one run for each seed, where the rate is known."""
+    return {
+        (share.bytes, share.steps, name): [
+            point(name, share.bytes, share.steps, seed, rate, **text) for seed in range(share.seeds)
+        ]
+        for share in shares
+        for name in share.contestants
+        if (rate := best_rate(name, share.steps, records))
+    }
+
+
+def draw(rows: list[dict[str, Any]], study: Study) -> None:
     """Loss against bytes; one panel for each number of steps."""
-    rows = list(rows)
     steps = sorted({row["steps"] for row in rows})
-    if not steps:
-        return
-    figure, axes = panels(1, len(steps), 5 * len(steps) + 2.5, 5, sharey=True)
+    figure, axes = panels(1, len(steps), 5 * len(steps) + 2.5, 5)
     names = list(dict.fromkeys(row["contestant"] for row in rows))
     for axis, count in zip(axes[0], steps, strict=True):
         for place, name in enumerate(names):
@@ -194,27 +174,23 @@ def draw(rows: Iterable[dict[str, Any]], study: Study) -> None:
 def main() -> None:
     """Search the rates, compare, draw."""
     parser = studies.parser_of(__doc__, PRESETS, ["search", "compare"])
-    parser.add_argument("--train_files", nargs="+", help="text to train on; the embedded corpus by default")
-    options = parser.parse_args()
+    options, text = with_text(parser)
     study = Study("rules", "cpu", options)
-    comparison = Comparison(PRESETS[options.preset], options.train_files)
-    search = [one for points in comparison.search_points().values() for one in points]
-    # What is to be compared follows from the search, so the records of both are in one file.
-    records = study.records(search)
-    known = study.records(
-        [*search, *(one for points in comparison.points(records).values() for one in points)]
-    )
+    shares = PRESETS[options.preset]
+    searched = {(name, share.steps) for share in shares for name in share.contestants}
+    search = [one for name, steps in sorted(searched) for one in search_of(name, steps).values()]
+    records = records_of("rules", options, search)
     if "search" in options.only:
-        known.measure(measure, search, options.workers)
-    wanted = [one for points in comparison.points(known).values() for one in points]
-    records = study.records([*search, *wanted])
+        records.measure(measure, sorted(search, key=lambda one: one["max_steps"]), options.workers)
+    rows = rows_of(shares, text, records)
     if "compare" in options.only:
-        records.measure(measure, wanted, options.workers)
-    rows = rows_of(comparison, records)
-    records.conclude(rows=rows)
-    for row in sorted(rows, key=lambda row: (row["steps"], row["budget"], row["loss"])):
-        print(", ".join(f"{name} {value}" for name, value in row.items()))
-    draw(rows, study)
+        wanted = [one for points in rows.values() for one in points]
+        records.measure(measure, sorted(wanted, key=lambda one: one["max_steps"]), options.workers)
+    lines = table(rows, records)
+    for one in sorted(lines, key=lambda one: (one["steps"], one["size"], one["loss"])):
+        print(", ".join(f"{name} {value}" for name, value in one.items()))
+    if lines:
+        draw(lines, study)
 
 
 if __name__ == "__main__":

@@ -8,15 +8,20 @@ Of dense models the codes and scales count, without any description. They are st
 tokenizer, tokens and loop; every forward computes with the rounded weights, and the gradient passes through.
 """
 
+import argparse
+import json
 import math
+import os
+import statistics
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import studies
 import torch
-from studies import Record
+from studies import Point, Record, Records
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from train_gpt2_slt import train
@@ -24,6 +29,7 @@ from train_gpt2_slt import train
 from hf_slt.model.ticket import MASK_FILE
 from hf_slt.training.run import Run
 
+Rows = dict[tuple[int, int, str], list[Point]]  # by bytes, steps and contestant: a run for each seed
 STOCK_STD = 0.02  # of GPT-2's first weights
 
 
@@ -118,3 +124,69 @@ def measure(rounding: str | None = None, initial_std: float = STOCK_STD, **setti
             "text": run.corpus.digest,
             "seconds": round(time.process_time() - started, 1),  # of the processor
         }
+
+
+# -- records and rows ------------------------------------------------------------------------------------
+
+
+def with_text(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, Point]:
+    """The options of a study that can use another text, and the setting that names it.
+
+    Records name a text, not where it lies: workers find it in their folder.
+    """
+    parser.add_argument("--train_files", nargs="+", help="text to train on, all in one folder")
+    options = parser.parse_args()
+    options.out = options.out.resolve()
+    names = options.train_files
+    if not names:
+        return options, {}
+    os.chdir(Path(names[0]).resolve().parent)
+    return options, {"train_files": [Path(one).name for one in names]}
+
+
+class FlatRecords(Records):
+    """Records in a plain list, for readers who know nothing of studies; of all texts."""
+
+    def read(self) -> dict[str, Any]:
+        """The facts of the file: here, its records."""
+        known = json.loads(self.path.read_text())
+        return {"records": [{"of": one.pop("settings"), **one} for one in known]}
+
+    def text(self) -> str:
+        """The file as it should be."""
+        return "[\n" + ",\n".join(json.dumps(flat(self.found[key])) for key in sorted(self.found)) + "\n]\n"
+
+
+def flat(record: Record) -> Record:
+    """A record as the file has it."""
+    settings = record["of"]
+    side = "dense" if settings.get("control") == "dense" else "ticket"
+    return {
+        "side": side, "bytes": record["bytes"], "steps": settings["max_steps"], "seed": settings["seed"],
+        "loss": record["loss"], **{name: one for name, one in record.items() if name not in ("of", "side")},
+        "settings": settings,
+    }  # fmt: skip
+
+
+def records_of(name: str, options: argparse.Namespace, points: Iterable[Point]) -> FlatRecords:
+    """All records of a study, whatever its preset; those of the smoke test apart."""
+    stem = f"{name}_quick" if options.preset == "quick" else name
+    return FlatRecords(options.out / "results" / f"{stem}.json", points, options.fresh, keep=True)
+
+
+def table(rows: Rows, records: Records) -> list[dict[str, Any]]:
+    """A line for each contestant, size and number of steps that was run."""
+    lines = []
+    for (size, steps, name), points in rows.items():
+        found = [one for one in map(records.get, points) if one is not None]
+        if found:
+            losses = [record["loss"] for record in found]
+            lines.append({
+                "contestant": name, "size": size, "steps": steps, "seeds": len(losses),
+                "shape": f"{points[0]['n_layer']} x {points[0]['n_embd']}",
+                "bytes": round(statistics.mean(record["bytes"] for record in found)),
+                "loss": round(statistics.mean(losses), 3),
+                "lowest": round(min(losses), 3), "highest": round(max(losses), 3),
+                "seconds": round(statistics.mean(record["seconds"] for record in found)),
+            })  # fmt: skip
+    return lines

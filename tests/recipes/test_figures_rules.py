@@ -30,33 +30,53 @@ def test_rivals_are_rounded_to_what_their_bytes_can_hold():
 
 def test_equal_bytes_is_a_list_of_all_runs_with_what_repeats_them(tmp_path):
     """The search tries each contestant as it is; what was measured stays, whatever is asked for next."""
-    comparison = equal_bytes.Comparison(equal_bytes.PRESETS["cpu"], None)
+    comparison = equal_bytes.Comparison(equal_bytes.PRESETS["cpu"], {})
     rows = comparison.rows()
     searched = {studies._key(one) for one in comparison.search()}
     ours, theirs = (rows[115_000, 1000, name][0] for name in equal_bytes.BEST)
     assert studies._key(theirs) in searched
     path = tmp_path / "equal_bytes.json"
     found = {"loss": 4.5, "bytes": 7, "seconds": 1.0}
-    equal_bytes.FlatRecords(path, [ours], keep=True).add(ours, found)
-    other = equal_bytes.FlatRecords(path, [theirs], keep=True)
+    rivals.FlatRecords(path, [ours], keep=True).add(ours, found)
+    other = rivals.FlatRecords(path, [theirs], keep=True)
     other.add(theirs, found)
     ticket, dense = sorted(json.loads(path.read_text()), key=lambda one: one["side"] == "dense")
     assert ticket | {"side": "dense", "settings": dense["settings"]} == dense
     assert ticket["settings"] == dict(ours)
     assert [ticket[name] for name in ("steps", "seed", "loss", "bytes")] == [1000, 0, 4.5, 7]
-    assert [one["loss"] for one in equal_bytes.table(rows, other)] == [4.5, 4.5]
+    assert [one["loss"] for one in rivals.table(rows, other)] == [4.5, 4.5]
 
 
 def test_every_contestant_has_rates_and_a_point_of_its_own():
-    points = [study.point(name, 115_000, 10, 1e-3, 0, None) for name in study.CONTESTANTS]
+    points = [study.point(name, 115_000, 10, 0, 1e-3) for name in study.CONTESTANTS]
     assert len({str(point) for point in points}) == len(points)
-    assert all(len(study.RATES[study.kind_of(name)]) > 1 for name in study.CONTESTANTS)
+    for shares in study.PRESETS.values():
+        for share in shares:
+            assert all(study.search_of(name, share.steps) for name in share.contestants)
+
+
+def test_the_rate_of_the_lowest_loss_is_compared_at_every_size_and_on_every_text(tmp_path):
+    text = {"train_files": ["a.txt"]}
+    shares = [study.Share(("sign",), size, 300, 2) for size in (60_000, 115_000)]
+    tried = study.search_of("sign", 300)
+    records = rivals.FlatRecords(tmp_path / "rules.json", tried.values(), keep=True)
+    losses = dict(zip(tried, (5.0, 4.9), strict=True))
+    for rate, one in tried.items():
+        assert not study.rows_of(shares, text, records)
+        records.add(one, {"loss": losses[rate], "bytes": 1})
+    rows = study.rows_of(shares, text, records)
+    assert list(rows) == [(60_000, 300, "sign"), (115_000, 300, "sign")]
+    for size, points in zip((60_000, 115_000), rows.values(), strict=True):
+        assert [one["seed"] for one in points] == [0, 1]
+        assert {one["learning_rate"] for one in points} == {min(losses, key=losses.get)}
+        assert {one["n_embd"] for one in points} == {study.width_for("sign", size)}
+        assert all(one["train_files"] == ["a.txt"] for one in points)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["multicoat, scales", "dense ternary"])
 def test_a_run_is_measured(name):
-    point = {**study.point(name, 30_000, 2, 1e-3, 0, None), "block_size": 32, "validation_blocks": 8}
+    point = {**study.point(name, 30_000, 2, 0, 1e-3), "block_size": 32, "validation_blocks": 8}
     found = rivals.measure(**point)
     assert len(found["curve"]) == 2
     assert 5 < found["loss"] < 14
