@@ -21,30 +21,32 @@ from rivals import Rows, measure, records_of, table, with_text
 from studies import Point, Study, line, panels
 
 LOOP = {
-    "n_layer": 2, "n_head": 4, "vocab_size": 2048, "block_size": 128, "per_device_train_batch_size": 8,
+    "n_layer": 1, "n_head": 4, "vocab_size": 2048, "block_size": 128, "per_device_train_batch_size": 8,
     "warmup_steps": 30, "min_lr_rate": 0, "save_steps": 0, "validation_blocks": 128,
 }  # fmt: skip
-MASKED = {**LOOP, "law": "signed_constant", "scale_with_width": True, "qk_scale": 2, "learning_rate": 5e-3}
+MASKED = {**LOOP, "law": "signed_constant", "scale_with_width": True, "qk_scale": 2}
 SCALED = {**MASKED, "scales": "row", "scale_bits": 8, "weight_learning_rate": 3e-3}
-SCORES = {"learning_rate": 2e-3, "score_decay": 0.5}
 STOCK = {**LOOP, "control": "dense", "initial_std": 0.08, "weight_learning_rate": 6e-3}
 # By contestant: its settings, and its width by bytes of the file.
 CONTESTANTS: dict[str, tuple[dict[str, Any], dict[int, int]]] = {
     "ticket": (
-        {**SCALED, "rule": "signed", "density": 0.7, "layer_norm": "trained", **SCORES},
-        {30_000: 36, 60_000: 68, 115_000: 112, 230_000: 168},
+        {**SCALED, "rule": "signed", "density": 0.7, "layer_norm": "trained", "score_decay": 0.5},
+        {30_000: 44, 60_000: 88, 115_000: 144, 230_000: 228},
     ),
     "paper's ticket": (
         {**MASKED, "rule": "edge_popup", "density": 0.5},
-        {60_000: 100, 115_000: 152, 230_000: 232},
+        {60_000: 124, 115_000: 200, 230_000: 308},
     ),
-    "dense int4": ({**STOCK, "rounding": "int4"}, {30_000: 20, 60_000: 36, 115_000: 60, 230_000: 92}),
-    "dense ternary": ({**STOCK, "rounding": "ternary"}, {60_000: 68, 115_000: 112, 230_000: 168}),
+    "dense int4": ({**STOCK, "rounding": "int4"}, {30_000: 20, 60_000: 44, 115_000: 72, 230_000: 120}),
+    "dense ternary": ({**STOCK, "rounding": "ternary"}, {60_000: 88, 115_000: 144, 230_000: 228}),
 }
+SCORE_RATES = {20: 5e-3, 1000: 5e-3, 3000: 2e-3, 10_000: 2e-3}  # by steps
 # The search: a contestant, steps, and what is changed of it; None is an option left out.
+TWO = {"n_layer": 2, "n_embd": 60}
 DEEP = {"n_layer": 4, "n_embd": 48}
 SLOW = {**DEEP, "weight_learning_rate": 3e-3}
-FAST = {"learning_rate": 5e-3}
+WIDE = {"n_layer": 2, "n_embd": 112}
+FAST = {**WIDE, "learning_rate": 5e-3}
 THREE = {**FAST, "n_layer": 3, "n_embd": 96}
 SPARSER = {**THREE, "density": 0.6}
 PLAIN = {**SPARSER, "layer_norm": None, "score_decay": None}
@@ -56,12 +58,15 @@ TRIALS: list[tuple[str, int, dict[str, Any]]] = [
     ("dense int4", 1000, {**DEEP, "weight_learning_rate": 1e-2}),
     ("dense int4", 1000, {**DEEP, "n_head": 2}),
     ("dense int4", 1000, {**DEEP, "adam_beta2": 0.98}),
-    ("dense int4", 1000, {}),
+    ("dense int4", 1000, TWO),
     ("dense int4", 3000, SLOW),
     ("dense int4", 3000, DEEP),
-    ("dense int4", 3000, {}),
-    ("dense int4", 3000, {"weight_learning_rate": 9e-3}),
-    ("dense int4", 3000, {"n_layer": 1, "n_embd": 72}),
+    *(("dense int4", 3000, {**TWO, "seed": seed}) for seed in range(3)),
+    ("dense int4", 3000, {**TWO, "weight_learning_rate": 9e-3}),
+    *(("dense int4", 3000, {**TWO, "n_embd": 36, "seed": seed}) for seed in range(3)),
+    ("dense int4", 3000, {**TWO, "n_embd": 92}),
+    ("dense int4", 10_000, TWO),
+    *(("dense int4", 3000, {"weight_learning_rate": rate}) for rate in (4e-3, 6e-3, 9e-3)),
     ("ticket", 1000, PLAIN),
     *(("ticket", 1000, {**PLAIN, "score_decay": decay}) for decay in (0.1, 0.5, 2.0)),
     ("ticket", 1000, SPARSER),
@@ -74,9 +79,21 @@ TRIALS: list[tuple[str, int, dict[str, Any]]] = [
     ("ticket", 1000, {**THREE, "n_head": 2, "weight_learning_rate": 6e-3}),
     ("ticket", 1000, {**THREE, "n_head": 2, "weight_learning_rate": 6e-3, "density": 0.85, "n_embd": 100}),
     ("ticket", 3000, SPARSER),
-    *(("ticket", 3000, {**FAST, "seed": seed}) for seed in range(3)),
-    ("ticket", 1000, FAST),
-    ("ticket", 10_000, FAST),
+    *(
+        ("ticket", steps, {**WIDE, "learning_rate": rate})
+        for steps in (1000, 10_000)
+        for rate in (5e-3, 2e-3)
+    ),
+    *(
+        ("ticket", 3000, {**WIDE, "learning_rate": rate, "seed": seed})
+        for rate in (5e-3, 2e-3)
+        for seed in range(3)
+    ),
+    *(("ticket", 3000, {**WIDE, "n_embd": 68, "seed": seed}) for seed in range(3)),
+    ("ticket", 3000, {**WIDE, "n_embd": 168}),
+    ("ticket", 3000, {"learning_rate": 3e-3}),
+    ("ticket", 3000, {"weight_learning_rate": 6e-3}),
+    ("paper's ticket", 1000, {"n_layer": 2, "n_embd": 152}),
 ]
 
 
@@ -94,8 +111,9 @@ PRESETS = {
     "quick": Preset(((BEST, 30_000, 20, 1),), searched=False),
     "cpu": Preset(
         (
-            (("ticket", "paper's ticket", "dense int4"), 115_000, 1000, 1),
+            (tuple(CONTESTANTS), 115_000, 1000, 1),
             (BEST, 60_000, 3000, 3),
+            (("paper's ticket", "dense ternary"), 115_000, 3000, 1),
             (BEST, 115_000, 3000, 3),
             (BEST, 230_000, 3000, 1),
             (BEST, 115_000, 10_000, 1),
@@ -116,7 +134,8 @@ def point(name: str, size: int, steps: int, seed: int, **changes: Any) -> Point:
     """All settings of a run."""
     settings, widths = CONTESTANTS[name]
     told = {"n_embd": widths[size], "max_steps": steps, "eval_steps": max(1, steps // 4)}
-    settings = {**settings, **told, "seed": seed, **changes}
+    rate = {} if settings.get("control") == "dense" else {"learning_rate": SCORE_RATES[steps]}
+    settings = {**settings, **rate, **told, "seed": seed, **changes}
     return {name: value for name, value in settings.items() if value is not None}
 
 

@@ -67,7 +67,7 @@ SHORT_LIST = tuple(
 # By kind and steps: the longer a run, the lower its best rate.
 RATES = {
     "scores": {20: (1e-2,), 300: (5e-3, 1e-2), 1000: (3e-3, 6e-3), 3000: (2e-3, 4e-3)},
-    "bernoulli": {300: (1e-2, 3e-2, 3e-1), 1000: (1e-2, 3e-2, 1e-1), 3000: (1e-2, 3e-2)},
+    "bernoulli": {300: (1e-2, 5e-2, 3e-1), 1000: (1e-2, 5e-2), 3000: (1e-2, 5e-2)},
     "dense": {20: (6e-3,), 300: (6e-3, 1.2e-2), 1000: (4e-3, 8e-3), 3000: (4e-3, 6e-3)},
 }
 SEARCH_BYTES = 115_000

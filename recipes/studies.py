@@ -167,10 +167,11 @@ def measure_all(measure: Measure, points: Iterable[Point], workers: int) -> Iter
     """Points with what was found there, as they come, from processes of one thread each.
 
     On one thread, and with the vectors of AVX2 also where torch has wider ones, sums have one order, and a
-    point repeats to the last bit. A fresh interpreter for every worker reads these two settings; and torch
-    does not survive a fork with threads.
+    point repeats to the last bit. Freed memory is kept (docs/speed.md). A fresh interpreter for every worker
+    reads these settings; and torch does not survive a fork with threads.
     """
-    settings = {"OMP_NUM_THREADS": "1"}
+    kept = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=100000000000"
+    settings = {"OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": kept}
     if platform.machine() in ("x86_64", "AMD64") and "ATEN_CPU_CAPABILITY" not in os.environ:
         settings["ATEN_CPU_CAPABILITY"] = "avx2"
     before = {name: os.environ.get(name) for name in settings}
