@@ -25,7 +25,7 @@ LOOP = {
     "warmup_steps": 30, "min_lr_rate": 0, "save_steps": 0, "validation_blocks": 128,
 }  # fmt: skip
 MASKED = {**LOOP, "law": "signed_constant", "scale_with_width": True, "qk_scale": 2}
-SCALED = {**MASKED, "scales": "row", "scale_bits": 8, "weight_learning_rate": 3e-3}
+SCALED = {**MASKED, "scales": "row", "scale_bits": 8}
 STOCK = {**LOOP, "control": "dense", "initial_std": 0.08, "weight_learning_rate": 6e-3}
 # By contestant: its settings, and its width by bytes of the file.
 CONTESTANTS: dict[str, tuple[dict[str, Any], dict[int, int]]] = {
@@ -40,12 +40,15 @@ CONTESTANTS: dict[str, tuple[dict[str, Any], dict[int, int]]] = {
     "dense int4": ({**STOCK, "rounding": "int4"}, {30_000: 20, 60_000: 44, 115_000: 72, 230_000: 120}),
     "dense ternary": ({**STOCK, "rounding": "ternary"}, {60_000: 88, 115_000: 144, 230_000: 228}),
 }
-SCORE_RATES = {20: 5e-3, 1000: 5e-3, 3000: 2e-3, 10_000: 2e-3}  # by steps
+# By steps: the rates of scores and of scales. The lower one of scales was found after the run of 10,000.
+RATES = {20: (5e-3, 3e-3), 1000: (5e-3, 3e-3), 3000: (2e-3, 1.5e-3), 10_000: (2e-3, 3e-3)}
 # The search: a contestant, steps, and what is changed of it; None is an option left out.
 TWO = {"n_layer": 2, "n_embd": 60}
 DEEP = {"n_layer": 4, "n_embd": 48}
 SLOW = {**DEEP, "weight_learning_rate": 3e-3}
-WIDE = {"n_layer": 2, "n_embd": 112}
+LOUD = {"weight_learning_rate": 3e-3}
+WIDE = {**LOUD, "n_layer": 2, "n_embd": 112}
+SMALL = {**LOUD, "n_embd": 88}
 FAST = {**WIDE, "learning_rate": 5e-3}
 THREE = {**FAST, "n_layer": 3, "n_embd": 96}
 SPARSER = {**THREE, "density": 0.6}
@@ -91,8 +94,13 @@ TRIALS: list[tuple[str, int, dict[str, Any]]] = [
     ),
     *(("ticket", 3000, {**WIDE, "n_embd": 68, "seed": seed}) for seed in range(3)),
     ("ticket", 3000, {**WIDE, "n_embd": 168}),
-    ("ticket", 3000, {"learning_rate": 3e-3}),
-    ("ticket", 3000, {"weight_learning_rate": 6e-3}),
+    ("ticket", 3000, {**LOUD, "learning_rate": 3e-3}),
+    *(("ticket", 3000, {"weight_learning_rate": rate}) for rate in (6e-3, 3e-3, 1.5e-3)),
+    *(("ticket", 3000, {**SMALL, "seed": seed}) for seed in range(3)),
+    *(("ticket", 3000, {**SMALL, "weight_learning_rate": rate}) for rate in (1.5e-3, 8e-4)),
+    ("ticket", 3000, {**SMALL, "density": 0.8, "n_embd": 92}),
+    ("ticket", 3000, {**SMALL, "n_head": 2}),
+    ("ticket", 3000, {**SMALL, "score_decay": 1.0}),
     ("paper's ticket", 1000, {"n_layer": 2, "n_embd": 152}),
 ]
 
@@ -134,8 +142,10 @@ def point(name: str, size: int, steps: int, seed: int, **changes: Any) -> Point:
     """All settings of a run."""
     settings, widths = CONTESTANTS[name]
     told = {"n_embd": widths[size], "max_steps": steps, "eval_steps": max(1, steps // 4)}
-    rate = {} if settings.get("control") == "dense" else {"learning_rate": SCORE_RATES[steps]}
-    settings = {**settings, **rate, **told, "seed": seed, **changes}
+    scores, scales = RATES[steps]
+    rates = {"learning_rate": scores} if "rule" in settings else {}
+    rates |= {"weight_learning_rate": scales} if "scales" in settings else {}
+    settings = {**settings, **rates, **told, "seed": seed, **changes}
     return {name: value for name, value in settings.items() if value is not None}
 
 
