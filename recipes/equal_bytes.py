@@ -26,9 +26,10 @@ LOOP = {
 }  # fmt: skip
 MASKED = {**LOOP, "law": "signed_constant", "scale_with_width": True, "qk_scale": 2}
 SCALED = {**MASKED, "scales": "row", "scale_bits": 8}
-STOCK = {**LOOP, "control": "dense", "initial_std": 0.08, "weight_learning_rate": 6e-3}
-# By contestant: its settings, and its width by bytes of the file.
-CONTESTANTS: dict[str, tuple[dict[str, Any], dict[int, int]]] = {
+STOCK = {**LOOP, "control": "dense", "initial_std": 0.08, "weight_learning_rate": 4e-3}
+DEEPER = {**STOCK, "n_layer": 2, "weight_learning_rate": 6e-3}
+# By contestant: its settings; by bytes of the file its width, or all that is special there.
+CONTESTANTS: dict[str, tuple[dict[str, Any], dict[int, Any]]] = {
     "ticket": (
         {**SCALED, "rule": "signed", "density": 0.7, "layer_norm": "trained", "score_decay": 0.5},
         {30_000: 44, 60_000: 88, 115_000: 144, 230_000: 228},
@@ -37,14 +38,22 @@ CONTESTANTS: dict[str, tuple[dict[str, Any], dict[int, int]]] = {
         {**MASKED, "rule": "edge_popup", "density": 0.5},
         {60_000: 124, 115_000: 200, 230_000: 308},
     ),
-    "dense int4": ({**STOCK, "rounding": "int4"}, {30_000: 20, 60_000: 44, 115_000: 72, 230_000: 120}),
-    "dense ternary": ({**STOCK, "rounding": "ternary"}, {60_000: 88, 115_000: 144, 230_000: 228}),
+    "dense int4": (
+        {**STOCK, "rounding": "int4"},
+        {30_000: 20, 60_000: {"n_embd": 44, "weight_learning_rate": 6e-3}, 115_000: 72, 230_000: 120},
+    ),
+    "dense int4, two layers": ({**DEEPER, "rounding": "int4"}, {60_000: 36, 115_000: 60, 230_000: 92}),
+    "dense ternary": (
+        {**STOCK, "weight_learning_rate": 6e-3, "rounding": "ternary"},
+        {60_000: 88, 115_000: 144, 230_000: 228},
+    ),
 }
 # By steps: the rates of scores and of scales. The lower one of scales was found after the run of 10,000.
 RATES = {20: (5e-3, 3e-3), 1000: (5e-3, 3e-3), 3000: (2e-3, 1.5e-3), 10_000: (2e-3, 3e-3)}
 # The search: a contestant, steps, and what is changed of it; None is an option left out.
-TWO = {"n_layer": 2, "n_embd": 60}
-DEEP = {"n_layer": 4, "n_embd": 48}
+TWO = {"n_layer": 2, "n_embd": 60, "weight_learning_rate": 6e-3}
+DEEP = {**TWO, "n_layer": 4, "n_embd": 48}
+QUICK = {"weight_learning_rate": 6e-3}
 SLOW = {**DEEP, "weight_learning_rate": 3e-3}
 LOUD = {"weight_learning_rate": 3e-3}
 WIDE = {**LOUD, "n_layer": 2, "n_embd": 112}
@@ -64,12 +73,13 @@ TRIALS: list[tuple[str, int, dict[str, Any]]] = [
     ("dense int4", 1000, TWO),
     ("dense int4", 3000, SLOW),
     ("dense int4", 3000, DEEP),
-    *(("dense int4", 3000, {**TWO, "seed": seed}) for seed in range(3)),
     ("dense int4", 3000, {**TWO, "weight_learning_rate": 9e-3}),
-    *(("dense int4", 3000, {**TWO, "n_embd": 36, "seed": seed}) for seed in range(3)),
-    ("dense int4", 3000, {**TWO, "n_embd": 92}),
-    ("dense int4", 10_000, TWO),
-    *(("dense int4", 3000, {"weight_learning_rate": rate}) for rate in (4e-3, 6e-3, 9e-3)),
+    *(("dense int4", steps, QUICK) for steps in (1000, 10_000)),
+    *(("dense int4", 3000, {**QUICK, "seed": seed}) for seed in range(3)),
+    ("dense int4", 3000, {"weight_learning_rate": 9e-3}),
+    ("dense int4", 3000, {"weight_learning_rate": 4e-3}),
+    *(("dense int4", 3000, {"n_embd": 44, "seed": seed}) for seed in range(3)),
+    ("dense int4", 3000, {**QUICK, "n_embd": 120}),
     ("ticket", 1000, PLAIN),
     *(("ticket", 1000, {**PLAIN, "score_decay": decay}) for decay in (0.1, 0.5, 2.0)),
     ("ticket", 1000, SPARSER),
@@ -113,10 +123,11 @@ class Preset:
     searched: bool = True  # whether the runs of the search belong to it
 
 
-BEST = ("ticket", "dense int4")
+PAIR, DEEPEST = ("ticket", "dense int4"), "dense int4, two layers"
+BEST = (*PAIR, DEEPEST)
 SIZES = (60_000, 115_000, 230_000)
 PRESETS = {
-    "quick": Preset(((BEST, 30_000, 20, 1),), searched=False),
+    "quick": Preset(((PAIR, 30_000, 20, 1),), searched=False),
     "cpu": Preset(
         (
             (tuple(CONTESTANTS), 115_000, 1000, 1),
@@ -124,10 +135,12 @@ PRESETS = {
             (("paper's ticket", "dense ternary"), 115_000, 3000, 1),
             (BEST, 115_000, 3000, 3),
             (BEST, 230_000, 3000, 1),
-            (BEST, 115_000, 10_000, 1),
+            (("ticket", DEEPEST), 115_000, 10_000, 1),
         ),
     ),
-    "text": Preset(((BEST, 60_000, 3000, 1), (BEST, 115_000, 3000, 3)), searched=False),
+    "text": Preset(
+        ((PAIR, 115_000, 3000, 3), ((DEEPEST,), 115_000, 3000, 1), (PAIR, 60_000, 3000, 1)), searched=False
+    ),
     "full": Preset(
         (
             *((tuple(CONTESTANTS), size, steps, 3) for size in SIZES for steps in (1000, 3000)),
@@ -141,7 +154,8 @@ SEARCH_BYTES = 115_000
 def point(name: str, size: int, steps: int, seed: int, **changes: Any) -> Point:
     """All settings of a run."""
     settings, widths = CONTESTANTS[name]
-    told = {"n_embd": widths[size], "max_steps": steps, "eval_steps": max(1, steps // 4)}
+    special = widths[size] if isinstance(widths[size], dict) else {"n_embd": widths[size]}
+    told = {**special, "max_steps": steps, "eval_steps": max(1, steps // 4)}
     scores, scales = RATES[steps]
     rates = {"learning_rate": scores} if "rule" in settings else {}
     rates |= {"weight_learning_rate": scales} if "scales" in settings else {}

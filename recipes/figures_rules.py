@@ -88,8 +88,8 @@ PRESETS = {
     "quick": (Share(("edge_popup", "sign, scales", "dense int4"), 30_000, 20, 1),),
     "cpu": (
         Share(SHORT_LIST, 60_000, 300, 1),
-        Share(SHORT_LIST, 115_000, 300, 3),
         Share(SHORT_LIST, 230_000, 300, 1),
+        Share(SHORT_LIST, 115_000, 300, 3),
         Share(SHORT_LIST, 115_000, 1000, 1),
     ),
     "text": (Share(SHORT_LIST, 115_000, 300, 1),),
