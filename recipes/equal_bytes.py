@@ -138,9 +138,7 @@ PRESETS = {
             (("ticket", DEEPEST), 115_000, 10_000, 1),
         ),
     ),
-    "text": Preset(
-        ((PAIR, 115_000, 3000, 3), ((DEEPEST,), 115_000, 3000, 1), (PAIR, 60_000, 3000, 1)), searched=False
-    ),
+    "text": Preset(((PAIR, 115_000, 3000, 3), ((DEEPEST,), 115_000, 3000, 1)), searched=False),
     "full": Preset(
         (
             *((tuple(CONTESTANTS), size, steps, 3) for size in SIZES for steps in (1000, 3000)),

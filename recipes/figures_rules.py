@@ -67,7 +67,7 @@ SHORT_LIST = tuple(
 # By kind and steps: the longer a run, the lower its best rate.
 RATES = {
     "scores": {20: (1e-2,), 300: (5e-3, 1e-2), 1000: (3e-3, 6e-3), 3000: (2e-3, 4e-3)},
-    "bernoulli": {300: (1e-2, 5e-2, 3e-1), 1000: (1e-2, 5e-2), 3000: (1e-2, 5e-2)},
+    "bernoulli": {300: (1e-2, 5e-2, 3e-1, 1.0), 1000: (5e-2, 3e-1), 3000: (5e-2, 3e-1)},
     "dense": {20: (6e-3,), 300: (6e-3, 1.2e-2), 1000: (4e-3, 8e-3), 3000: (4e-3, 6e-3)},
 }
 SEARCH_BYTES = 115_000
@@ -90,7 +90,6 @@ PRESETS = {
         Share(SHORT_LIST, 60_000, 300, 1),
         Share(SHORT_LIST, 230_000, 300, 1),
         Share(SHORT_LIST, 115_000, 300, 3),
-        Share(SHORT_LIST, 115_000, 1000, 1),
     ),
     "text": (Share(SHORT_LIST, 115_000, 300, 1),),
     "full": tuple(Share(tuple(CONTESTANTS), size, steps, 3) for size in SIZES for steps in (300, 1000, 3000)),

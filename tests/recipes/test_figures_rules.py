@@ -1,6 +1,7 @@
 """The study of rules: sizes that meet their budget, rivals rounded as they are stored, a run of each kind."""
 
 import json
+from pathlib import Path
 
 import equal_bytes
 import figures_rules as study
@@ -8,6 +9,8 @@ import pytest
 import rivals
 import studies
 import torch
+
+RECIPES = Path(studies.__file__).parent
 
 
 @pytest.mark.parametrize("name", ["edge_popup", "signed, scales", "dense int4"])
@@ -71,6 +74,34 @@ def test_the_rate_of_the_lowest_loss_is_compared_at_every_size_and_on_every_text
         assert {one["learning_rate"] for one in points} == {min(losses, key=losses.get)}
         assert {one["n_embd"] for one in points} == {study.width_for("sign", size)}
         assert all(one["train_files"] == ["a.txt"] for one in points)
+
+
+def points_of_equal_bytes(text, records):
+    comparison = equal_bytes.Comparison(equal_bytes.PRESETS["text" if text else "cpu"], text)
+    return [*comparison.search(), *(one for points in comparison.rows().values() for one in points)]
+
+
+def points_of_rules(text, records):
+    shares = study.PRESETS["text" if text else "cpu"]
+    tried = {(name, share.steps) for share in shares for name in share.contestants}
+    search = [one for name, steps in tried for one in study.search_of(name, steps).values()]
+    rows = study.rows_of(shares, text, records)
+    return [*search, *(one for points in rows.values() for one in points)]
+
+
+@pytest.mark.parametrize("points_of", [points_of_equal_bytes, points_of_rules])
+def test_committed_records_are_those_that_the_pages_show(points_of, tmp_path):
+    """Every point of the preset has a record on every text that was tried; every record is of a point."""
+    stem = points_of.__name__.removeprefix("points_of_")
+    text = (RECIPES / "results" / f"{stem}.json").read_text()
+    (tmp_path / "copy.json").write_text(text)
+    records = rivals.FlatRecords(tmp_path / "copy.json", [], keep=True)
+    names = {tuple(record["of"].get("train_files", ())) for record in records.found.values()}
+    texts = [{"train_files": list(files)} if files else {} for files in names]
+    points = {studies._key(one) for about in texts for one in points_of(about, records)}
+    assert points == set(records.found)
+    records.write()
+    assert records.path.read_text() == text  # the file is as the store leaves it
 
 
 @pytest.mark.slow

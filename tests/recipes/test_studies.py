@@ -160,6 +160,7 @@ def test_committed_records_are_of_the_study_as_it_is(stem, tmp_path, capsys):
         ("figures_gpt2", [], {"recall", "induction", "fig7", "fig8", "bytes", "ablations"}),
         ("figures_theory", ["--only", "fig5", "constant"], {"fig5"}),
         ("figures_hessian", ["--only", "growth", "addition"], {"hessian_growth", "hessian_addition"}),
+        ("figures_rules", [], {"rules"}),
     ],
 )
 def test_a_quick_study_runs_and_goes_on(recipe, options, drawn, tmp_path):
