@@ -9,10 +9,10 @@ Both sides have the same text, tokenizer, loop and tokens, and files of the same
 settings were found by the search: one change each from the best so far, on one size, seed 0, and few steps.
 
 results/equal_bytes.json   every run, those of the search too: side, bytes, steps, seed, loss and all settings
-figures/equal_bytes.png    validation loss against steps, a panel for each size of the file
+figures/equal_bytes.png    validation loss against bytes of the file, and against steps
 """
 
-from collections.abc import Iterable
+import statistics
 from dataclasses import dataclass
 from typing import Any
 
@@ -182,26 +182,30 @@ class Comparison:
         }
 
 
-def draw(lines: Iterable[dict[str, Any]], study: Study) -> None:
-    """Loss against steps; one panel for each size of the file, a bar from the lowest seed to the highest."""
-    lines = list(lines)
-    sizes = sorted({one["size"] for one in lines})
-    figure, axes = panels(1, len(sizes), 4.5 * len(sizes) + 1, 3.8, sharey=True)
-    for axis, size in zip(axes[0], sizes, strict=True):
+def draw(lines: list[dict[str, Any]], study: Study) -> None:
+    """Loss against bytes, and against steps, where most was run; a bar from lowest to highest seed."""
+    steps, size = (statistics.mode(one[name] for one in lines) for name in ("steps", "size"))
+    figure, axes = panels(1, 2, 11, 4.2)
+    for axis, across, fixed, value in (
+        (axes[0][0], "bytes", "steps", steps),
+        (axes[0][1], "steps", "size", size),
+    ):
         for place, name in enumerate(CONTESTANTS):
-            of = [one for one in lines if (one["contestant"], one["size"]) == (name, size)]
+            of = [one for one in lines if (one["contestant"], one[fixed]) == (name, value)]
             if of:
-                of.sort(key=lambda one: one["steps"])
-                steps, middle = [one["steps"] for one in of], [one["loss"] for one in of]
+                of.sort(key=lambda one: one[across])
                 below = [one["loss"] - one["lowest"] for one in of]
                 above = [one["highest"] - one["loss"] for one in of]
-                label = f"{name}, {of[-1]['bytes'] / 1000:.0f} kB"
-                axis.errorbar(steps, middle, [below, above], label=label, capsize=3, **line(place))
-        axis.set_title(f"files of about {size / 1000:.0f} kB")
-        axis.set_xscale("log")
-        axis.set_xlabel("training steps of 1024 tokens")
+                where = [one[across] / (1000 if across == "bytes" else 1) for one in of]
+                losses = [one["loss"] for one in of]
+                axis.errorbar(where, losses, [below, above], label=name, capsize=3, **line(place))
+        axis.set_ylabel("validation loss (nats per token)")
         axis.legend(frameon=False)
-    axes[0][0].set_ylabel("validation loss (nats per token)")
+    axes[0][0].set_title(f"{steps:,} steps")
+    axes[0][0].set_xlabel("size of the file (kB)")
+    axes[0][1].set_title(f"files of about {size / 1000:.0f} kB")
+    axes[0][1].set_xscale("log")
+    axes[0][1].set_xlabel("training steps of 1024 tokens")
     study.save(figure, "equal_bytes")
 
 

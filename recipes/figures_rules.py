@@ -156,7 +156,7 @@ def draw(rows: list[dict[str, Any]], study: Study) -> None:
     for axis, count in zip(axes[0], steps, strict=True):
         for place, name in enumerate(names):
             of = sorted(
-                (row["bytes"], row["loss"])
+                (row["bytes"] / 1000, row["loss"])
                 for row in rows
                 if (row["contestant"], row["steps"]) == (name, count)
             )
@@ -164,7 +164,7 @@ def draw(rows: list[dict[str, Any]], study: Study) -> None:
                 look = line(place) | ({"markerfacecolor": "none"} if "scales" not in name else {})
                 axis.plot(*zip(*of, strict=True), label=name, **look)
         axis.set_title(f"{count} steps")
-        axis.set_xlabel("bytes of the file")
+        axis.set_xlabel("size of the file (kB)")
     axes[0][0].set_ylabel("validation loss (nats per token)")
     axes[0][-1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False)
     study.save(figure, "rules")

@@ -224,7 +224,8 @@ matplotlib.rcParams.update({
 
 def line(place: int) -> dict[str, Any]:
     """Colour and marker of the line at a place: two ways to tell it from the others."""
-    return {"color": COLOURS[place % len(COLOURS)], "marker": MARKERS[place % len(MARKERS)]}
+    again, colour = divmod(place, len(COLOURS))  # a colour that comes again has another marker
+    return {"color": COLOURS[colour], "marker": MARKERS[(place + again) % len(MARKERS)]}
 
 
 def panels(rows: int, columns: int, width: float, height: float, **sharing: Any) -> tuple[Figure, Any]:
