@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import studies
-from rivals import Rows, measure, records_of, table, with_text
+from rivals import Rows, Share, measure, records_of, table, with_text
 from studies import Point, Study, line, panels
 
 LOOP = {
@@ -117,9 +117,9 @@ TRIALS: list[tuple[str, int, dict[str, Any]]] = [
 
 @dataclass(frozen=True)
 class Preset:
-    """How much is run; a share is (contestants, bytes, steps, seeds)."""
+    """How much is run."""
 
-    shares: tuple[tuple[tuple[str, ...], int, int, int], ...]
+    shares: tuple[Share, ...]
     searched: bool = True  # whether the runs of the search belong to it
 
 
@@ -127,22 +127,22 @@ PAIR, DEEPEST = ("ticket", "dense int4"), "dense int4, two layers"
 BEST = (*PAIR, DEEPEST)
 SIZES = (60_000, 115_000, 230_000)
 PRESETS = {
-    "quick": Preset(((PAIR, 30_000, 20, 1),), searched=False),
+    "quick": Preset((Share(PAIR, 30_000, 20, 1),), searched=False),
     "cpu": Preset(
         (
-            (tuple(CONTESTANTS), 115_000, 1000, 1),
-            (BEST, 60_000, 3000, 3),
-            (("paper's ticket", "dense ternary"), 115_000, 3000, 1),
-            (BEST, 115_000, 3000, 3),
-            (BEST, 230_000, 3000, 1),
-            (("ticket", DEEPEST), 115_000, 10_000, 1),
+            Share(tuple(CONTESTANTS), 115_000, 1000, 1),
+            Share(BEST, 60_000, 3000, 3),
+            Share(("paper's ticket", "dense ternary"), 115_000, 3000, 1),
+            Share(BEST, 115_000, 3000, 3),
+            Share(BEST, 230_000, 3000, 1),
+            Share(("ticket", DEEPEST), 115_000, 10_000, 1),
         ),
     ),
-    "text": Preset(((PAIR, 115_000, 3000, 3), ((DEEPEST,), 115_000, 3000, 1)), searched=False),
+    "text": Preset((Share(PAIR, 115_000, 3000, 3), Share((DEEPEST,), 115_000, 3000, 1)), searched=False),
     "full": Preset(
         (
-            *((tuple(CONTESTANTS), size, steps, 3) for size in SIZES for steps in (1000, 3000)),
-            *((BEST, size, 10_000, 3) for size in SIZES),
+            *(Share(tuple(CONTESTANTS), size, steps, 3) for size in SIZES for steps in (1000, 3000)),
+            *(Share(BEST, size, 10_000, 3) for size in SIZES),
         ),
     ),
 }
@@ -176,9 +176,11 @@ class Comparison:
     def rows(self) -> Rows:
         """By bytes, steps and contestant: one run for each seed."""
         return {
-            (size, steps, name): [point(name, size, steps, seed, **self.text) for seed in range(seeds)]
-            for names, size, steps, seeds in self.preset.shares
-            for name in names
+            (share.bytes, share.steps, name): [
+                point(name, share.bytes, share.steps, seed, **self.text) for seed in range(share.seeds)
+            ]
+            for share in self.preset.shares
+            for name in share.contestants
         }
 
 

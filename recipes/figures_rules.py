@@ -16,11 +16,10 @@ figures/rules.png    validation loss against bytes, a line a contestant; one pan
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import studies
-from rivals import Rows, measure, records_of, table, with_text
+from rivals import Rows, Share, measure, records_of, table, with_text
 from studies import Point, Records, Study, line, panels
 
 BASE = {
@@ -72,18 +71,6 @@ RATES = {
 }
 SEARCH_BYTES = 115_000
 SIZES = (60_000, SEARCH_BYTES, 230_000)
-
-
-@dataclass(frozen=True)
-class Share:
-    """Some of what is run."""
-
-    contestants: tuple[str, ...]
-    bytes: int
-    steps: int
-    seeds: int
-
-
 PRESETS = {
     "quick": (Share(("edge_popup", "sign, scales", "dense int4"), 30_000, 20, 1),),
     "cpu": (

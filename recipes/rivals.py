@@ -16,6 +16,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,17 @@ def measure(rounding: str | None = None, initial_std: float = STOCK_STD, **setti
         }
 
 
-# -- records and rows ------------------------------------------------------------------------------------
+# -- shares, records and rows ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Share:
+    """Some of what a preset runs: each of these contestants with each of the seeds."""
+
+    contestants: tuple[str, ...]
+    bytes: int
+    steps: int
+    seeds: int
 
 
 def with_text(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, Point]:

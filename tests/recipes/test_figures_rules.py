@@ -60,7 +60,7 @@ def test_every_contestant_has_rates_and_a_point_of_its_own():
 
 def test_the_rate_of_the_lowest_loss_is_compared_at_every_size_and_on_every_text(tmp_path):
     text = {"train_files": ["a.txt"]}
-    shares = [study.Share(("sign",), size, 300, 2) for size in (60_000, 115_000)]
+    shares = [rivals.Share(("sign",), size, 300, 2) for size in (60_000, 115_000)]
     tried = study.search_of("sign", 300)
     records = rivals.FlatRecords(tmp_path / "rules.json", tried.values(), keep=True)
     losses = dict(zip(tried, (5.0, 4.9), strict=True))
