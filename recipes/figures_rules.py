@@ -12,7 +12,7 @@ The rate of each contestant is searched first: RATES of its kind and length, at 
 corpus, seed 0. The comparison runs with the best of them, at every size and on every text.
 
 results/rules.json   every run, those of the search too: side, bytes, steps, seed, loss and all settings
-figures/rules.png    validation loss against bytes, a line a contestant; one panel for each number of steps
+figures/rules.png    validation loss against bytes, a line a contestant, where several sizes were run
 """
 
 from collections.abc import Iterable
@@ -63,6 +63,8 @@ CONTESTANTS = {
 SHORT_LIST = tuple(
     name for name in CONTESTANTS if name not in RULES or name in ("edge_popup", "sign", "signed")
 )
+# Those that were best after 300 steps, and a dense one.
+LONGER = (*(f"{name}, scales" for name in ("edge_popup", "signed", "multicoat", "multibit")), "dense int4")
 # By kind and steps: the longer a run, the lower its best rate.
 RATES = {
     "scores": {20: (1e-2,), 300: (5e-3, 1e-2), 1000: (3e-3, 6e-3), 3000: (2e-3, 4e-3)},
@@ -77,6 +79,7 @@ PRESETS = {
         Share(SHORT_LIST, 60_000, 300, 1),
         Share(SHORT_LIST, 230_000, 300, 1),
         Share(SHORT_LIST, 115_000, 300, 3),
+        Share(LONGER, 115_000, 1000, 1),
     ),
     "text": (Share(SHORT_LIST, 115_000, 300, 1),),
     "full": tuple(Share(tuple(CONTESTANTS), size, steps, 3) for size in SIZES for steps in (300, 1000, 3000)),
@@ -136,8 +139,11 @@ def rows_of(shares: Iterable[Share], text: Point, records: Records) -> Rows:
 
 
 def draw(rows: list[dict[str, Any]], study: Study) -> None:
-    """Loss against bytes; one panel for each number of steps."""
-    steps = sorted({row["steps"] for row in rows})
+    """Loss against bytes; one panel for each number of steps that was run at several sizes."""
+    sizes: dict[int, set[int]] = {}
+    for row in rows:
+        sizes.setdefault(row["steps"], set()).add(row["size"])
+    steps = [count for count in sorted(sizes) if len(sizes[count]) == max(map(len, sizes.values()))]
     figure, axes = panels(1, len(steps), 5 * len(steps) + 2.5, 5)
     names = list(dict.fromkeys(row["contestant"] for row in rows))
     for axis, count in zip(axes[0], steps, strict=True):
@@ -153,7 +159,8 @@ def draw(rows: list[dict[str, Any]], study: Study) -> None:
         axis.set_title(f"{count} steps")
         axis.set_xlabel("size of the file (kB)")
     axes[0][0].set_ylabel("validation loss (nats per token)")
-    axes[0][-1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False)
+    handles = axes[0][0].get_legend_handles_labels()
+    axes[0][-1].legend(*handles, loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False)
     study.save(figure, "rules")
 
 
