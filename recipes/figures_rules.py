@@ -63,7 +63,7 @@ CONTESTANTS = {
 SHORT_LIST = tuple(
     name for name in CONTESTANTS if name not in RULES or name in ("edge_popup", "sign", "signed")
 )
-# Those that were best after 300 steps, and a dense one.
+# The rules that were best after 300 steps, with scales, and a dense model.
 LONGER = (*(f"{name}, scales" for name in ("edge_popup", "signed", "multicoat", "multibit")), "dense int4")
 # By kind and steps: the longer a run, the lower its best rate.
 RATES = {
