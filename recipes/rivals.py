@@ -148,11 +148,13 @@ def with_text(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, Poin
     parser.add_argument("--train_files", nargs="+", help="text to train on, all in one folder")
     options = parser.parse_args()
     options.out = options.out.resolve()
-    names = options.train_files
-    if not names:
+    files = [Path(one).resolve() for one in options.train_files or ()]
+    if not files:
         return options, {}
-    os.chdir(Path(names[0]).resolve().parent)
-    return options, {"train_files": [Path(one).name for one in names]}
+    if lost := [str(one) for one in files if not one.is_file() or one.parent != files[0].parent]:
+        parser.error(f"--train_files: {', '.join(lost)}: not a file, or not in the folder of the first")
+    os.chdir(files[0].parent)
+    return options, {"train_files": [one.name for one in files]}
 
 
 class FlatRecords(Records):

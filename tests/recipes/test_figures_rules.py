@@ -76,6 +76,23 @@ def test_the_rate_of_the_lowest_loss_is_compared_at_every_size_and_on_every_text
         assert all(one["train_files"] == ["a.txt"] for one in points)
 
 
+def test_a_text_is_named_without_its_folder_and_one_elsewhere_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other").mkdir()
+    for name in ("a.txt", "b.txt", "other/b.txt"):
+        (tmp_path / name).write_text("text")
+
+    def ask(*files):
+        monkeypatch.setattr("sys.argv", ["study", "--train_files", *files])
+        return rivals.with_text(studies.parser_of("", ["quick"], ["compare"]))[1]
+
+    for lost in ("other/b.txt", "c.txt"):
+        with pytest.raises(SystemExit):
+            ask("a.txt", lost)
+        assert lost in capsys.readouterr().err
+    assert ask(str(tmp_path / "a.txt"), "b.txt") == {"train_files": ["a.txt", "b.txt"]}
+
+
 def points_of_equal_bytes(text, records):
     comparison = equal_bytes.Comparison(equal_bytes.PRESETS["text" if text else "cpu"], text)
     return [*comparison.search(), *(one for points in comparison.rows().values() for one in points)]
