@@ -9,7 +9,7 @@ LOWEST := .venv-lowest
 TORCH  ?= 2.13.0
 TESTS  ?= -m "not slow"
 
-.PHONY: help demo test test-browser quick test-lowest lint clean
+.PHONY: help demo test test-all test-browser quick test-lowest dist lint docs clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -29,8 +29,11 @@ demo: $(READY)  ## find a ticket in a few minutes, compare it with its dense twi
 	@$(BIN)/slt verify runs/demo/ticket
 	@$(BIN)/slt page runs/demo/ticket runs/demo/page.html --prompt "The function returns"
 
-test: $(READY)  ## all tests
+test: $(READY)  ## the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+
+test-all: $(READY)  ## all tests and those that are too long for every day: whole suites, studies, every rule compiled
+	HF_SLT_ALL_TESTS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 test-browser: $(READY)  ## the page of a ticket in a headless Chromium, which is installed if it may be
 	@for one in chromium chromium-browser google-chrome; do command -v $$one && exit; done; \
@@ -54,10 +57,17 @@ $(LOWEST)/.ready: pyproject.toml
 test-lowest: $(LOWEST)/.ready  ## the quick tests with the lowest versions that pyproject.toml declares
 	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest --numprocesses 2 --dist worksteal $(TESTS)
 
+dist: $(READY)  ## the wheel and the source distribution in dist/, checked, and run in an empty environment
+	rm -rf dist
+	$(BIN)/python tests/distribution.py dist
+
 lint: $(READY)  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(READY)  ## the documentation site in site/, from docs/ and the docstrings; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 clean:  ## remove the virtual environment and all results
-	rm -rf $(VENV) $(LOWEST) runs
+	rm -rf $(VENV) $(LOWEST) runs dist site

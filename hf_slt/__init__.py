@@ -1,28 +1,45 @@
-"""hf_slt: a GPT-2 whose weights are never trained, a seed and a mask.
+"""hf_slt: supermasks for Transformers. Weights are random numbers from a seed; a learned mask says which to use.
 
-Importing it registers the model with transformers' Auto classes, and adds to the code that travels with a
-ticket what that is too short for: layers that learn, saving, pushing, merging.
+Importing it registers the supermask models with transformers' Auto classes. Names are imported when they are
+first used, so that `import hf_slt` takes no longer than `import transformers`.
 """
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from .model.configuration_supermask_gpt2 import SupermaskGPT2Config
-from .model.modeling_supermask_gpt2 import (
-    SupermaskGPT2ForSequenceClassification,
-    SupermaskGPT2LMHeadModel,
-    SupermaskGPT2Model,
-)
-from .model.pretrained import NEEDS_PACKAGE, TicketPreTrainedModel
-from .model.ticket import DECODERS, OLDER, SLTError, TicketError
-from .sharing import coded_files, named_masks
-from .sharing.export import HeadView, merge_and_unload, to_ternary
-from .sharing.hub import push_model
-from .sharing.mask_algebra import combine_tickets, compare_tickets, mask_arrays, ticket_of_masks
-from .sharing.saving import save_pretrained, save_ticket, to_ticket
-from .sharing.verify import from_version_1, verify_ticket
-from .training.resizing import resize_token_embeddings  # and with it the layers that learn
+from .about import __version__ as __version__
+from .registration import register_when_needed
 
-__version__ = "0.1.0"
+if TYPE_CHECKING:
+    from .errors import SLTError, TicketError
+    from .masks.any_module import fix_masks_, supermask_
+    from .masks.cache import fixed_masks
+    from .models.architectures import supermask_config
+    from .models.checks import verify_ticket
+    from .models.gpt2 import (
+        SupermaskGPT2Config,
+        SupermaskGPT2ForSequenceClassification,
+        SupermaskGPT2LMHeadModel,
+        SupermaskGPT2Model,
+    )
+    from .sharing.mask_algebra import combine_tickets, compare_tickets
+
+# Where each public name is.
+_HOMES = {
+    "SLTError": "errors",
+    "SupermaskGPT2Config": "models.gpt2",
+    "SupermaskGPT2ForSequenceClassification": "models.gpt2",
+    "SupermaskGPT2LMHeadModel": "models.gpt2",
+    "SupermaskGPT2Model": "models.gpt2",
+    "TicketError": "errors",
+    "combine_tickets": "sharing.mask_algebra",
+    "compare_tickets": "sharing.mask_algebra",
+    "fix_masks_": "masks.any_module",
+    "fixed_masks": "masks.cache",
+    "supermask_": "masks.any_module",
+    "supermask_config": "models.architectures",
+    "verify_ticket": "models.checks",
+}
 __all__ = [
     "SLTError",
     "SupermaskGPT2Config",
@@ -32,39 +49,24 @@ __all__ = [
     "TicketError",
     "combine_tickets",
     "compare_tickets",
+    "fix_masks_",
+    "fixed_masks",
+    "supermask_",
+    "supermask_config",
     "verify_ticket",
 ]
 
-DECODERS["entropy"] = coded_files
-OLDER[1] = from_version_1
-_methods = {
-    "delete_mask": named_masks.delete_mask,
-    "load_mask": named_masks.load_mask,
-    "mask_arrays": mask_arrays,
-    "merge_and_unload": merge_and_unload,
-    "push_to_hub": push_model,
-    "resize_token_embeddings": resize_token_embeddings,
-    "save_pretrained": save_pretrained,
-    "save_ticket": save_ticket,
-    "set_mask": named_masks.set_mask,
-    "to_ternary": to_ternary,
-    "to_ticket": to_ticket,
-    "using_mask": named_masks.using_mask,
-    "active_mask": property(named_masks.active_mask),
-    "mask_names": property(named_masks.mask_names),
-    "from_mask_arrays": classmethod(ticket_of_masks),
-    "head_view": staticmethod(HeadView),
-    "read_fitting_ticket": staticmethod(named_masks.read_fitting_ticket),
-}
-assert _methods.keys() == set(NEEDS_PACKAGE)
-for _name, _method in _methods.items():
-    setattr(TicketPreTrainedModel, _name, _method)
-AutoConfig.register(SupermaskGPT2Config.model_type, SupermaskGPT2Config)
-SupermaskGPT2Config.register_for_auto_class()  # for the Hub as well: the code travels with every save
-for _auto, _model in (
-    (AutoModel, SupermaskGPT2Model),
-    (AutoModelForCausalLM, SupermaskGPT2LMHeadModel),
-    (AutoModelForSequenceClassification, SupermaskGPT2ForSequenceClassification),
-):
-    _auto.register(SupermaskGPT2Config, _model)
-    _model.register_for_auto_class(_auto.__name__)
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    if name.startswith("Supermask"):  # of any other architecture, made on demand
+        return getattr(import_module(".models.architectures", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+register_when_needed()

@@ -7,13 +7,14 @@ COMMAND ...` shows where it went wrong.
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from . import __version__
-from .model.ticket import SLTError
+from .errors import SLTError, printable
 from .options import parse_slt
 
 
@@ -41,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     except Exception as error:
         if args.debug:
             raise
-        print(f"slt: {_one_line(error)}", file=sys.stderr)
+        print(f"slt: {printable(_one_line(error))}", file=sys.stderr)
         return 1
 
 
@@ -68,9 +69,9 @@ def _explain_refusal(error: Any) -> str | None:
     if status == 401 and "credentials" in said:
         return f"the Hub does not accept the token ({said}); see `hf auth login`, HF_TOKEN or --token"
     if status == 401 or type(error).__name__ in ("RepositoryNotFoundError", "GatedRepoError"):
-        cure = "check the name, and the token: `hf auth login`, HF_TOKEN or --token"
+        hint = "check the name, and the token: `hf auth login`, HF_TOKEN or --token"
         name = f"{error.repo_id}: " if getattr(error, "repo_id", None) else ""
-        return f"{name}no such name on the Hub, or no permission ({said}); {cure}"
+        return f"{name}no such name on the Hub, or no permission ({said}); {hint}"
     if status == 403:
         return f"no permission on the Hub ({said}); the token must be one that may write there"
     return None
@@ -81,22 +82,23 @@ def _explain_refusal(error: Any) -> str | None:
 
 def inspect(args: argparse.Namespace) -> None:
     """Print what a ticket says of itself; nothing is drawn, and only a figure reads the masks."""
-    from .model.configuration_supermask_gpt2 import RULE_OPTIONS
-    from .model.ticket import read_header
-    from .sharing.card import entropy_bits, kept_of, measure_size
+    from .sharing.card import entropy_bits, kept_of, kind_of_ticket, measure_size
     from .sharing.hub import fetch_ticket
-    from .sharing.verify import mask_path
+    from .tickets.format import CONFIG_FILE, VERSION_KEY, read_header, read_json
+    from .tickets.verify import mask_path
 
     folder = fetch_ticket(args.ticket, revision=args.revision, token=args.token)
     path = mask_path(folder)
     header = read_header(path)
     size = measure_size(folder, header)
+    config = folder / CONFIG_FILE
+    written_by = read_json(config).get(VERSION_KEY) if config.exists() else None  # 0.1 did not say
     if args.figure:
-        from .model.ticket import read_ticket
         from .sharing.mask_algebra import ticket_factors
         from .sharing.plots import plot_masks
+        from .tickets.format import read_ticket
 
-        title = f"{folder.resolve().name}, seed {header.config['seed']}"
+        title = f"{folder.resolve().name}, seed {header.options['seed']}"
         plot_masks(ticket_factors(read_ticket(path)), args.figure, title=title)
     if args.json:
         shown = "shape law scale size counts weight_sha256 data_sha256"
@@ -104,15 +106,21 @@ def inspect(args: argparse.Namespace) -> None:
             name: {**_some(entry, shown), "entropy_bits": entropy_bits(entry)}
             for name, entry in header.tensors.items()
         }
-        facts = _some(header, "encoding format_version mask_digest config")
-        print(json.dumps({"file": str(path), **facts, "bytes": size, "tensors": tensors}, indent=1))
+        facts = _some(header, "encoding format_version digest mask_digest config")
+        facts = {"file": str(path), "kind": kind_of_ticket(header), VERSION_KEY: written_by, **facts}
+        print(json.dumps({**facts, "bytes": size, "tensors": tensors}, indent=1))
         return
-    print(f"{path}: {header.encoding}, format {header.format_version}")
-    print(f"mask digest {header.mask_digest}")
-    config = header.config
-    options = [f"{name} {config[name]}" for name in RULE_OPTIONS if config.get(name) is not None]
-    print(f"seed {config['seed']}, generator {config['weight_generator']}", end=", ")
-    print(", ".join([f"rule {config['rule']}", *options]) + "\n")
+    writer = f", written by hf_slt {printable(str(written_by)[:40])}" if written_by else ""
+    print(f"{path}: {header.encoding}, format {header.format_version}{writer}")
+    print(f"digest {header.digest}\nmask digest {header.mask_digest}")
+    options = header.options
+    settings = [f"{name} {value}" for name, value in options["rule_options"].items()]
+    if options.get("backbone"):
+        revision = options.get("backbone_revision")
+        print(f"backbone {options['backbone']}" + (f", revision {revision}" if revision else ""))
+    print(f"seed {options['seed']}, generator {options['weight_generator']}", end=", ")
+    print(", ".join([f"rule {options['rule']}", *settings]))
+    print(f"{kind_of_ticket(header)}\n")
     vectors = [entry for entry in header.tensors.values() if entry.kind == "trained" and entry.shape[0] == 1]
     rows = [
         (
@@ -130,10 +138,16 @@ def inspect(args: argparse.Namespace) -> None:
     if vectors:
         numbers = sum(entry.size for entry in vectors)
         print(f"and {len(vectors)} trained vectors (scales, gains, biases) of {numbers:,} numbers")
-    print("\nentropy: least bits a weight, knowing only how many are kept\n")
-    parts = {"masks": "mask_bytes", "trained values": "trained_bytes", "description": "description_bytes"}
-    ledger = [(label, f"{size[key]:,}") for label, key in {**parts, size["file_name"]: "file"}.items()]
-    _print_table(("part", "bytes"), ledger)
+    print("\nentropy: least bits per weight, knowing only how many are kept\n")
+    kinds = size["weights_by_kind"]
+    ledger = [
+        ("masks", f"{kinds['masked']:,}", f"{size['mask_bytes']:,}"),
+        ("trained values", f"{kinds['trained']:,}", f"{size['trained_bytes']:,}"),
+        ("frozen for good, not stored", f"{kinds['frozen']:,}", "0"),
+        ("description", "", f"{size['description_bytes']:,}"),
+        (size["file_name"], f"{size['weights']:,}", f"{size['file']:,}"),
+    ]
+    _print_table(("part", "weights", "bytes"), [row for row in ledger if row[1:] != ("0", "0")])
     print(
         f"\n{size['weights']:,} weights, {size['bits_per_weight']:.4f} bits each; float32 takes "
         f"{size['times_smaller']:.1f} times as much\nentropy of the masks: {size['entropy_bytes']:,} bytes"
@@ -142,17 +156,16 @@ def inspect(args: argparse.Namespace) -> None:
 
 def verify(args: argparse.Namespace) -> int:
     """Print one line for each fault, or that there is none."""
-    from .model.ticket import read_header
+    from .models.checks import check_ticket
     from .sharing.hub import fetch_ticket
-    from .sharing.verify import find_faults, mask_path
 
     folder = fetch_ticket(args.ticket, revision=args.revision, token=args.token)
-    faults = list(find_faults(folder, weights=not args.no_weights))
+    faults, header = check_ticket(folder, weights=not args.no_weights)
     for fault in faults:
         print(f"slt: {fault}", file=sys.stderr)
-    if not faults:
+    if header is not None and not faults:
         what = "masks and configuration" if args.no_weights else "masks, weights and configuration"
-        print(f"{args.ticket}: {what} as they should be, digest {read_header(mask_path(folder)).mask_digest}")
+        print(f"{args.ticket}: {what} as they should be, digest {header.digest}")
     return int(bool(faults))
 
 
@@ -192,16 +205,17 @@ def combine(args: argparse.Namespace) -> None:
 
 
 def pack(args: argparse.Namespace) -> None:
-    """Store the masks of a folder in another encoding."""
-    from .model.ticket import read_header
-    from .sharing.saving import rewrite_ticket
-    from .sharing.verify import mask_path
+    """Store the masks of a folder in another encoding. The card then says how many bytes that takes."""
+    from .sharing.card import resize_card
+    from .tickets.format import read_header
+    from .tickets.verify import mask_path
+    from .tickets.writing import rewrite_ticket
 
     before = mask_path(args.ticket)
     size = before.stat().st_size if before.exists() else 0
     encoding = args.encoding or read_header(before).encoding
     output = Path(args.output or args.ticket)
-    rewrite_ticket(args.ticket, output, encoding=encoding)
+    resize_card(output, rewrite_ticket(args.ticket, output, encoding=encoding))
     print(f"{mask_path(output)}: {encoding}, {mask_path(output).stat().st_size:,} bytes (before: {size:,})")
 
 
@@ -209,7 +223,7 @@ def page(args: argparse.Namespace) -> None:
     """Write a ticket as one HTML file, and print where it is."""
     from .runtimes.page import write_page
     from .sharing.hub import fetch_ticket
-    from .sharing.verify import mask_path
+    from .tickets.verify import mask_path
 
     folder = fetch_ticket(args.ticket, revision=args.revision, token=args.token)
     name = folder.resolve().name if Path(args.ticket).exists() else args.ticket  # not a commit of the cache
@@ -250,15 +264,18 @@ def _print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def merge(args: argparse.Namespace) -> None:
-    """Write the masked weights as stock GPT-2, with the tokenizer if there is one."""
-    from .sharing.files import copy_own_file, staged
+    """Write the masked weights as a stock checkpoint, with the tokenizer if there is one."""
     from .sharing.hub import TOKENIZER_FILES, fetch_ticket
+    from .tickets.files import check_output_folder, copy_own_file, staged
 
+    check_output_folder(args.output)
     if Path(args.output).is_dir() and _is_supermask(Path(args.output)):
-        raise SLTError(f"{args.output}: holds a supermask GPT-2, which stays; give another folder")
+        raise SLTError(f"{args.output}: holds a supermask model, which stays; give another folder")
+    if Path(args.output).is_dir() and any(Path(args.output).iterdir()) and not args.overwrite:
+        raise SLTError(f"{args.output}: the folder is there and not empty; give another, or add --overwrite")
     folder = fetch_ticket(args.ticket, revision=args.revision, token=args.token)
     if not _is_supermask(folder):
-        raise SLTError(f"{args.ticket}: not a supermask GPT-2, so that there is no mask to merge")
+        raise SLTError(f"{args.ticket}: not a supermask model; there is no mask to merge")
     stock = _load_model(folder).merge_and_unload()
     with staged(args.output) as stage:
         stock.save_pretrained(stage)
@@ -276,7 +293,7 @@ def export(args: argparse.Namespace) -> None:
 
     folder = fetch_ticket(args.ticket, revision=args.revision, token=args.token)
     if not _is_supermask(folder):
-        raise SLTError(f"{args.ticket}: not a supermask GPT-2; llama.cpp's own converter takes others")
+        raise SLTError(f"{args.ticket}: not a supermask model; llama.cpp's own converter takes others")
     logging.disable_progress_bar()
     print(export_gguf(folder, args.output, args.type, args.tokenizer))
 
@@ -288,19 +305,43 @@ def generate(args: argparse.Namespace) -> None:
     from .sharing.card import model_cards
     from .sharing.hub import TOKENIZER_FILES, fetch_ticket
 
+    class PlainStreamer(TextStreamer):
+        """Prints text as it comes. A token may hold control characters, which would reach the terminal."""
+
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            super().on_finalized_text(printable(text), stream_end)
+
+    if not args.greedy and not args.temperature > 0:
+        raise SLTError(
+            f"--temperature {args.temperature:g} is not positive; --greedy always takes the most likely token"
+        )
+    if (
+        args.ticket
+        and not Path(args.ticket).exists()
+        and not re.fullmatch(r"[\w.~/-]*/[\w./-]*", args.ticket)
+    ):
+        raise SLTError(
+            f"{args.ticket}: no such folder, and no name on the Hub (such as me/ticket); a text to continue is "
+            f"given as --prompt {args.ticket!r}"
+        )
     _check_device(args.device)
     if args.ticket is None:
-        args.ticket, args.prompt = model_cards() / "pocket", args.prompt or "The function returns"
+        args.ticket, args.prompt = model_cards() / "prose", args.prompt or "The city was founded in"
     folder = fetch_ticket(args.ticket, revision=args.revision, token=args.token)
     if args.mask and not _is_supermask(folder):
-        raise SLTError(f"{args.ticket}: not a supermask GPT-2, which takes no --mask")
+        raise SLTError(f"{args.ticket}: not a supermask model, which takes no --mask")
     options = {"mask": fetch_ticket(args.mask)} if args.mask else {}
     model = _load_model(folder, dtype=args.dtype, **options).to(args.device)
     if not args.tokenizer and not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        cure = "save one there (tokenizer.save_pretrained), or give --tokenizer"
-        raise SLTError(f"{args.ticket}: there is no tokenizer beside the model; {cure}")
-    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or folder)
-    ids = tokenizer(args.prompt or tokenizer.bos_token, return_tensors="pt").input_ids
+        hint = "save one there (tokenizer.save_pretrained), or give --tokenizer"
+        raise SLTError(f"{args.ticket}: there is no tokenizer beside the model; {hint}")
+    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or folder, trust_remote_code=False)
+    begin = args.prompt or tokenizer.bos_token or tokenizer.eos_token
+    if not begin:
+        raise SLTError(f"{args.ticket}: its tokenizer has no start token to begin with; give --prompt")
+    ids = tokenizer(begin, return_tensors="pt", verbose=False).input_ids
+    if not ids.numel():
+        raise SLTError(f"the prompt {args.prompt!r} holds no token of the model; give another")
     positions = model.config.max_position_embeddings
     room = positions - ids.shape[1]
     if room < 1:
@@ -316,7 +357,7 @@ def generate(args: argparse.Namespace) -> None:
         max_new_tokens=min(args.max_new_tokens, room),
         do_sample=not args.greedy,
         pad_token_id=tokenizer.eos_token_id,
-        streamer=TextStreamer(tokenizer, skip_special_tokens=True),
+        streamer=PlainStreamer(tokenizer, skip_special_tokens=True),
         **drawing,
     )
 
@@ -326,12 +367,12 @@ def evaluate(args: argparse.Namespace) -> None:
     from transformers.utils import logging
 
     from .sharing.hub import refuse_missing
-    from .text.corpus import explained
+    from .text.corpus import wrap_errors
     from .text.evaluation import evaluate_saved
 
     refuse_missing(args.model)
     _check_device(args.device)
-    with explained("read text", "install datasets anew"):
+    with wrap_errors("read text", "install datasets anew"):
         from datasets import disable_progress_bars
     disable_progress_bars()  # of reading and loading; ours tells how long it takes
     logging.disable_progress_bar()
@@ -344,6 +385,7 @@ def evaluate(args: argparse.Namespace) -> None:
 def curvature(args: argparse.Namespace) -> None:
     """Print Hessian norms, layers by blocks, and the ratio of value to query."""
     import torch
+    from datasets import disable_progress_bars
     from transformers.utils import logging
 
     from .papers.curvature_report import format_report, measure_saved, plot_report, report_facts
@@ -351,7 +393,8 @@ def curvature(args: argparse.Namespace) -> None:
 
     refuse_missing(args.model)
     _check_device(args.device)
-    logging.disable_progress_bar()  # of loading; ours tells how long it takes
+    disable_progress_bars()  # of reading and loading; ours tells how long it takes
+    logging.disable_progress_bar()
     report = measure_saved(
         args.model,
         args.files,
@@ -368,11 +411,10 @@ def curvature(args: argparse.Namespace) -> None:
 
 
 def _is_supermask(folder: Path) -> bool:
-    from .model.configuration_supermask_gpt2 import SupermaskGPT2Config
-    from .model.ticket import CONFIG_FILE, read_json
+    from .tickets.format import CONFIG_FILE, read_json
 
     path = folder / CONFIG_FILE
-    return path.exists() and read_json(path).get("model_type") == SupermaskGPT2Config.model_type
+    return path.exists() and str(read_json(path).get("model_type")).startswith("supermask_")
 
 
 def _check_device(name: str) -> None:
@@ -389,8 +431,12 @@ def _load_model(folder: Path, **options: Any) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
+    from .tickets.format import CONFIG_FILE, check_loading_keys, read_json
+
     logging.disable_progress_bar()
-    return AutoModelForCausalLM.from_pretrained(folder, **options)
+    if _is_supermask(folder):
+        check_loading_keys(folder / CONFIG_FILE, read_json(folder / CONFIG_FILE))
+    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, **options)
 
 
 if __name__ == "__main__":

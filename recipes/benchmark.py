@@ -1,6 +1,6 @@
 """Ours against a named baseline, side by side in one run: interleaved repeats, medians, ratios.
 
-    python recipes/benchmark.py [--preset quick|full] [--only draw load ...] [--json out.json]
+    python recipes/benchmark.py [--preset quick|full] [--only draw load ...] [--data FOLDER] [--json out.json]
     python recipes/benchmark.py --show recipes/results/benchmark.json
 
 `full` takes GPT-2 mini and small (about ten minutes on two quiet cores, 12 GB of memory), `quick` models of
@@ -9,8 +9,9 @@ JSON file is updated: rows that were measured replace their predecessors, the ot
 
 Apart from the table are `--only tricks`, what each speed trick of the training step is worth, switched off
 alone (a ratio above 1 is what it saves); `--only rules`, a step of every rule; `--only ternary`, ways to run
-a ticket of weights {-c, 0, +c} below the cost of dense float32; and `--only llama`, one in llama.cpp (pip
-install 'hf_slt[llama]' xllamacpp).
+a ticket of weights {-c, 0, +c} below the cost of dense float32; `--only llama`, one in llama.cpp (pip
+install 'hf_slt[llama]' xllamacpp), of GPT-2's shape and of a Llama's; and `--only architectures`, a Llama of
+the sizes of the training step.
 """
 
 import argparse
@@ -29,28 +30,37 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
 import transformers
+from tables import markdown_table
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm.auto import tqdm
-from transformers import GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import logging
 
-from hf_slt import SupermaskGPT2Config, SupermaskGPT2LMHeadModel
-from hf_slt.model.layers import LOSSES, Embedding
-from hf_slt.model.random_weights import draw
-from hf_slt.sharing.files import replacing
-from hf_slt.training import scores
+from hf_slt import SupermaskGPT2Config, SupermaskGPT2LMHeadModel, supermask_config
+from hf_slt.masks import gradients, modules
+from hf_slt.masks.modules import masked_parameters
+from hf_slt.masks.plans import MaskedPlan, ParameterPlan
+from hf_slt.masks.selection import keep_by_digits, keep_largest
+from hf_slt.models import gpt2
+from hf_slt.text.blocks import DataArguments, load_blocks
+from hf_slt.text.corpus import embedded_corpus
+from hf_slt.text.evaluation import evaluate_blocks
+from hf_slt.tickets.files import replacing
 from hf_slt.training.run import dense_twin
-from hf_slt.training.scores import ScoresEmbedding, ScoresLayer, ScoresLinear
-from hf_slt.training.selection import keep_largest
+from hf_slt.weights.random_weights import draw
 
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 TINY = {"n_layer": 2, "n_embd": 128, "n_head": 4, "vocab_size": 2048}
@@ -63,6 +73,7 @@ SIZES = {
         "ticket": TINY,
         "llama": {**TINY, "n_embd": 256},  # blocks of 256
         "generated": 8,
+        "streamed": 20_000,
         "grown": [(1, 64, 256), (2, 128, 512), (4, 192, 1024)],
     },
     "full": {
@@ -73,6 +84,7 @@ SIZES = {
         "ticket": {},  # GPT-2 small
         "llama": {},
         "generated": 32,
+        "streamed": 10_000_000,
         # layers, width, vocabulary: 1, 7, 50 and 355 million weights
         "grown": [(4, 128, 2048), (6, 320, 2048), (12, 576, 4096), (24, 1024, 50257)],
     },
@@ -82,7 +94,7 @@ GENERATE = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
 
 def interleaved(functions: list[Callable], repeats: int) -> list[float]:
-    """Median seconds of each; they take turns, so that a change of the machine's mood meets all."""
+    """Median seconds of each; they take turns, because the machine's speed changes over time."""
     times: list[list[float]] = [[] for _ in functions]
     for repeat in range(repeats + 1):
         for function, seconds in zip(functions, times, strict=True):
@@ -93,10 +105,40 @@ def interleaved(functions: list[Callable], repeats: int) -> list[float]:
     return [statistics.median(seconds) for seconds in times]
 
 
+@contextmanager
+def busy_core() -> Iterator[None]:
+    """Keep one core busy with another process inside a `with` block."""
+    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+class Launches(TorchDispatchMode):
+    """Counts operators that compute, and those of them that read or write a tensor of a given size."""
+
+    views = set("view expand split slice select detach alias empty split_with_sizes".split())
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size, self.all, self.full = size, 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ not in self.views:
+            touched = [one for one in (*args, *(kwargs or {}).values(), found) if isinstance(one, Tensor)]
+            self.all += 1
+            self.full += any(one.numel() >= self.size for one in touched)
+        return found
+
+
 # -- what is compared -----------------------------------------------------------------------------------
 
 
 def training_step(model: nn.Module, tokens: int, accumulation: int = 1, rows: int = 1) -> Callable[[], None]:
+    """Return a function that takes one optimizer step, always on the same tokens."""
     optimizer = torch.optim.AdamW(model.train().parameters(), weight_decay=0.0)
     ids = torch.arange(rows * tokens).remainder(model.config.vocab_size).view(rows, -1)
 
@@ -110,6 +152,7 @@ def training_step(model: nn.Module, tokens: int, accumulation: int = 1, rows: in
 
 
 def generation(model: nn.Module, batch: int, new: int) -> Callable[[], Tensor]:
+    """Return a function that generates tokens greedily."""
     ids = torch.arange(8).expand(batch, -1) + 1
     options = {**GENERATE, "attention_mask": torch.ones_like(ids), "max_new_tokens": new}
     return lambda: model.generate(ids, **options)
@@ -130,30 +173,35 @@ class Popup(torch.autograd.Function):
         return grad, None
 
 
-class PopupLinear(ScoresLinear):
-    def masked_weight(self) -> Tensor:
-        masks = [Popup.apply(scores.abs(), self.rule.density) for scores in self.stored()]
-        return self.drawn * torch.cat(masks, -1)
+@dataclass
+class PopupPlan(ParameterPlan):
+    """A masked parameter that is computed by `Popup` whenever it is read."""
 
+    plan: MaskedPlan
 
-class PopupEmbedding(ScoresEmbedding):
-    masked_weight, forward = PopupLinear.masked_weight, Embedding.forward
+    def install(self, module: nn.Module, name: str) -> None:
+        """Do nothing: the module has the scores already."""
+
+    def value(self, module: nn.Module, name: str) -> Tensor:
+        scores = self.plan.scores(module, name)
+        masks = [Popup.apply(one.abs(), self.plan.rule.density) for one in scores]
+        return getattr(module, self.plan.drawn_name(name)) * torch.cat(masks, self.plan.axis)
 
 
 def edge_popup_twin(config: SupermaskGPT2Config) -> SupermaskGPT2LMHeadModel:
+    """Return the same model with the masks of the plain published edge-popup."""
     model = SupermaskGPT2LMHeadModel(config)
-    for layer in model.modules():
-        if isinstance(layer, ScoresLayer):
-            layer.__class__ = PopupEmbedding if isinstance(layer, ScoresEmbedding) else PopupLinear
+    for _, module, name, plan in list(masked_parameters(model)):
+        module.parameter_plans[name] = PopupPlan(plan)
     return model
 
 
 @contextmanager
-def saved(config: SupermaskGPT2Config) -> Iterator[tuple[Path, Path]]:
-    """Folders of a ticket and of the stock GPT-2 that it merges to."""
+def saved(config: Any) -> Iterator[tuple[Path, Path]]:
+    """Folders of a ticket and of the stock model that it merges to."""
     with tempfile.TemporaryDirectory() as folder:
         ticket, stock = Path(folder, "ticket"), Path(folder, "stock")
-        model = SupermaskGPT2LMHeadModel(config)
+        model = AutoModelForCausalLM.from_config(config)
         model.save_ticket(ticket)
         model.to_ticket().merge_and_unload().save_pretrained(stock)
         yield ticket, stock
@@ -163,6 +211,7 @@ def saved(config: SupermaskGPT2Config) -> Iterator[tuple[Path, Path]]:
 
 
 def in_fresh_process(function: Callable, *arguments):
+    """Return what a function gives in a new process, whose memory nothing else has used."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, *arguments).result()
 
@@ -192,14 +241,47 @@ def peak_bytes(function: Callable) -> float:
 
 
 def memory_of_step(config: SupermaskGPT2Config, dense: bool, tokens: int) -> float:
+    """Return the memory that training steps take, in bytes."""
     model = dense_twin(config) if dense else SupermaskGPT2LMHeadModel(config)
     return peak_bytes(training_step(model, tokens))
 
 
 def memory_of_generation(folder: Path, kind: str, new: int) -> tuple[float, list[int]]:
+    """Return the memory that generating takes, and the tokens."""
     quiet()
     step = generation(LOADERS[kind](folder), 1, new)
     return peak_bytes(step), step()[0].tolist()
+
+
+# -- text ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def parquet_text(folder: Path | None, streaming: bool) -> Iterator[DataArguments]:
+    """Where to read the parquet files of a folder from; without one, the embedded corpus as a parquet file."""
+    with tempfile.TemporaryDirectory() as own:
+        if folder is None:
+            import pyarrow.parquet
+
+            table = pyarrow.table({"text": list(embedded_corpus())})
+            pyarrow.parquet.write_table(table, Path(own, "text.parquet"), row_group_size=50)
+        files = [str(Path(folder or own, "*.parquet"))]
+        cache = str(Path(own, "cache"))
+        yield DataArguments(train_files=files, streaming=streaming, vocab_size=2048, cache_dir=cache)
+
+
+def memory_of_text(arguments: DataArguments) -> tuple[float, float]:
+    """Return the memory that a process takes to read all blocks of a stored text, and the bytes of that text."""
+    import datasets  # noqa: F401  its own memory is not that of the text
+
+    before = peak_bytes(lambda: None)
+    blocks = load_blocks(arguments).train
+
+    def read() -> None:
+        for place in range(0, len(blocks), 64):
+            blocks[place : place + 64]
+
+    return max(1.0, peak_bytes(read) - before), float(blocks.bytes)
 
 
 # -- what each trick of the training step is worth --------------------------------------------------------
@@ -209,23 +291,26 @@ TRICK_SIZES = {
     "mini": ({"n_layer": 4, "n_embd": 512, "n_head": 8}, 1),
 }
 TRICKS: dict[str, list[tuple]] = {  # what stands in the place of what
-    "the loss in pieces": [(LOSSES, "scores", ForCausalLMLoss)],
-    "the gradient of scores in pieces": [(scores, "_slopes_in_pieces", scores._slopes)],
-    "rows of a lookup added to the gradient of the logits": [(ScoresEmbedding, "forward", Embedding.forward)],
-    "a tied table masked once": [(ScoresEmbedding, "masked_weight", ScoresLayer.masked_weight)],
+    "the loss in pieces": [(gpt2, "causal_lm_loss", ForCausalLMLoss)],
+    "the gradient of scores in pieces": [(gradients, "_gradients_in_pieces", gradients._gradients)],
+    "rows of a lookup added to the gradient of the logits": [
+        (modules._SparseEmbedding, "forward", nn.Embedding.forward)
+    ],
+    "a tied table masked once": [(modules, "forward_cache", lambda: None)],
 }
 
 
 @contextmanager
 def without(trick: str | None) -> Iterator[None]:
+    """Switch one trick off inside a `with` block."""
     with ExitStack() as stack:
         for owner, name, other in TRICKS.get(trick or "", ()):
-            patch = mock.patch.dict(owner, {name: other}) if isinstance(owner, dict) else None
-            stack.enter_context(patch or mock.patch.object(owner, name, other))
+            stack.enter_context(mock.patch.object(owner, name, other))
         yield
 
 
 def trick_step(size: str, trick: str | None) -> Callable[[], None]:
+    """Return a training step without one trick."""
     shape, rows = TRICK_SIZES[size]
     config = SupermaskGPT2Config(**NO_DROPOUT, **shape, bos_token_id=0, eos_token_id=0)
     with without(trick):
@@ -240,6 +325,7 @@ def trick_step(size: str, trick: str | None) -> Callable[[], None]:
 
 
 def memory_of_trick(size: str, trick: str | None) -> float:
+    """Return the memory of a training step without one trick."""
     return peak_bytes(trick_step(size, trick))
 
 
@@ -353,7 +439,7 @@ def with_layers(kind: type[nn.Module]) -> Callable[[Path], nn.Module]:
 
 
 LOADERS: dict[str, Callable[[Path], nn.Module]] = {
-    "stock float32": GPT2LMHeadModel.from_pretrained,
+    "stock float32": AutoModelForCausalLM.from_pretrained,
     "ticket": SupermaskGPT2LMHeadModel.from_pretrained,
     "to_ternary": lambda folder: SupermaskGPT2LMHeadModel.from_pretrained(folder).to_ternary(),
     "bfloat16": lambda folder: GPT2LMHeadModel.from_pretrained(folder, dtype=torch.bfloat16),
@@ -370,8 +456,21 @@ FROM_TICKET = ("ticket", "to_ternary")
 # -- the same in llama.cpp --------------------------------------------------------------------------------
 
 
-def gguf_files(config: SupermaskGPT2Config, ticket: Path, folder: Path) -> dict[str, Path]:
-    """The ticket in two types, and a dense model of its shape in 4 bits a weight."""
+def llama_config(config: SupermaskGPT2Config, block: int = 1) -> transformers.LlamaConfig:
+    """A stock Llama with as many layers and heads as a GPT-2, and about as many weights; MLPs in whole blocks."""
+    # Three matrices of 8/3 of the width have the weights of GPT-2's two of 4 times the width.
+    return transformers.LlamaConfig(
+        hidden_size=config.n_embd,
+        num_hidden_layers=config.n_layer,
+        vocab_size=config.vocab_size,
+        intermediate_size=8 * config.n_embd // 3 // block * block,
+        num_attention_heads=config.n_head,
+        tie_word_embeddings=True,
+    )
+
+
+def gguf_files(config: Any, ticket: Path, folder: Path) -> dict[str, Path]:
+    """The ticket in two types, and a dense model of its shape in 4 bits per weight."""
     from hf_slt.runtimes.llama_cpp import export_gguf, read_vocabulary, write_gguf
     from hf_slt.text.blocks import train_tokenizer
 
@@ -380,7 +479,7 @@ def gguf_files(config: SupermaskGPT2Config, ticket: Path, folder: Path) -> dict[
     files = {name: folder / f"{name}.gguf" for name in ("tq2_0", "f16", "dense", "q4_0")}
     for name in ("tq2_0", "f16"):
         export_gguf(ticket, files[name], name)
-    write_gguf(GPT2LMHeadModel(dense_twin(config).config), read_vocabulary(words), files["dense"], "f32")
+    write_gguf(dense_twin(config), read_vocabulary(words, config.vocab_size), files["dense"], "f32")
     in_4_bits(files.pop("dense"), files["q4_0"])
     return files
 
@@ -389,7 +488,8 @@ def in_4_bits(source: Path, target: Path) -> None:
     """A GGUF file with its matrices in Q4_0."""
     import gguf
 
-    reader, writer = gguf.GGUFReader(source), gguf.GGUFWriter(target, "gpt2")
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
     for field in reader.fields.values():
         if not field.name.startswith("GGUF.") and field.name != "general.architecture":
             kind = field.types[-1] if len(field.types) > 1 else None
@@ -407,6 +507,7 @@ def in_4_bits(source: Path, target: Path) -> None:
 
 
 def memory_in_llama(path: Path, new: int, threads: int) -> float:
+    """Return the memory that llama.cpp takes to generate."""
     program = [sys.executable, Path(__file__).with_name("llama_generate.py"), path, "--repeats", "1"]
     words = [*program, "--new", new, "--threads", threads]
     return json.loads(subprocess.check_output(list(map(str, words))))["peak_bytes"]
@@ -418,8 +519,8 @@ def memory_in_llama(path: Path, new: int, threads: int) -> float:
 class Benchmarks:
     """Each method is a row: what is measured, the baseline, how far it should reach, and the two numbers."""
 
-    def __init__(self, preset: str, repeats: int) -> None:
-        self.size, self.repeats = SIZES[preset], repeats
+    def __init__(self, preset: str, repeats: int, data: Path | None = None) -> None:
+        self.size, self.repeats, self.data = SIZES[preset], repeats, data
         self.step_config = SupermaskGPT2Config(**NO_DROPOUT, **self.size["step"])
         self.ticket_config = SupermaskGPT2Config(**NO_DROPOUT, **self.size["ticket"])
 
@@ -430,7 +531,12 @@ class Benchmarks:
 
     def step(self):
         what = f"training step, {self.size['tokens']} tokens, AdamW"
-        return what, "stock GPT-2, all weights trained", 1.05, self._steps(dense_twin)
+        return what, "stock GPT-2, all weights trained", 1.0, self._steps(dense_twin)
+
+    def step_busy(self):
+        what = f"training step, {self.size['tokens']} tokens, AdamW, another process on one core"
+        with busy_core():
+            return what, "stock GPT-2, all weights trained, likewise", 1.05, self._steps(dense_twin)
 
     def step_accum(self):
         what = f"the same, 4 accumulation steps of {self.size['tokens']} tokens"
@@ -449,9 +555,38 @@ class Benchmarks:
             in_fresh_process(memory_of_step, self.step_config, dense, self.size["tokens"])
             for dense in (False, True)
         ]
-        return "peak resident memory of a training step", "stock GPT-2, all weights trained", 1.3, pair
+        return "peak resident memory of a training step", "stock GPT-2, all weights trained", 1.08, pair
+
+    def architectures(self):
+        """A Llama: its step against stock Llama's, and loading its ticket against a GPT-2 ticket of that size."""
+        config = self.step_config
+        stock = llama_config(config)
+        masked = supermask_config(stock)
+        models = [AutoModelForCausalLM.from_config(one) for one in (masked, stock)]
+        pair = interleaved([training_step(one, self.size["tokens"]) for one in models], self.repeats)
+        what = f"training step of a Llama, {self.size['tokens']} tokens, AdamW"
+        yield "step", (what, "stock Llama, all weights trained", 1.05, pair)
+        with tempfile.TemporaryDirectory() as folder:
+            kinds = {"llama": models[0], "gpt2": SupermaskGPT2LMHeadModel(config)}
+            for name, model in kinds.items():
+                model.save_ticket(Path(folder, name))
+            ways = [
+                lambda name=name: AutoModelForCausalLM.from_pretrained(Path(folder, name)) for name in kinds
+            ]
+            pair = interleaved(ways, self.repeats)
+        weights = [model.to_ticket().num_parameters() for model in kinds.values()]
+        what = "from_pretrained of a Llama's ticket, all digests checked"
+        yield "load", (what, "a GPT-2 ticket of that size", 1.1, pair, {"weights": weights})
 
     def select(self):
+        return self._select(0.13)
+
+    def select_busy(self):
+        with busy_core():
+            what, *others = self._select(0.2)
+        return f"{what}; another process on one core", *others
+
+    def _select(self, reach: float):
         scores = torch.from_numpy(draw(0, "scores", (self.size["scores"],))).abs()
         count = round(0.3 * len(scores))
 
@@ -476,7 +611,21 @@ class Benchmarks:
         what = f"mask of the top 30 % of {millions} scores, exact: one read of them, one write of the mask"
         fastest = min(theirs)
         baseline = f"the fastest of {', '.join(rivals)}: {list(rivals)[theirs.index(fastest)]}"
-        return what, baseline, 1.0, [ours, fastest], dict(zip(rivals, theirs, strict=True))
+        return what, baseline, reach, [ours, fastest], dict(zip(rivals, theirs, strict=True))
+
+    def launches(self):
+        scores = torch.randn(1 << 18)
+        with Launches(len(scores)) as counted:
+            keep_by_digits([scores], len(scores) // 3, True)
+        what = "operators queued to select in one tensor on another device than a CPU (counted, not timed)"
+        return what, "one operator", 12, [float(counted.all), 1.0], {"of full size": counted.full}
+
+    def imports(self):
+        def load(name: str) -> Callable[[], None]:
+            return lambda: subprocess.run([sys.executable, "-c", f"import {name}"], check=True)
+
+        pair = interleaved([load("hf_slt"), load("transformers")], self.repeats)
+        return "import hf_slt, in a new process", "import transformers", 1.2, pair
 
     def draw(self):
         size = self.size["draw"]
@@ -492,7 +641,7 @@ class Benchmarks:
                 ],
                 self.repeats,
             )
-        return "from_pretrained, all digests checked", "dense GPT-2, from a warm disk", None, pair
+        return "from_pretrained, all digests checked", "dense GPT-2, from a warm disk", 15, pair
 
     def first_token(self):
         with saved(self.ticket_config) as (ticket, stock):
@@ -534,6 +683,59 @@ class Benchmarks:
 
     def generate_b8(self):
         return self._generate(8)
+
+    def _learning(self, make: Callable[[nn.Module], Callable]) -> list[float]:
+        model = SupermaskGPT2LMHeadModel(self.step_config).eval()
+        return interleaved([make(model), make(model.to_ticket().eval())], self.repeats)
+
+    def evaluate_learning(self):
+        length = min(self.size["tokens"], 128)
+        ids = torch.arange(64 * length).remainder(self.step_config.vocab_size).view(64, -1)
+        batches = [{"input_ids": some, "labels": some} for some in ids.split(8)]
+        pair = self._learning(lambda model: lambda: evaluate_blocks(model, batches))
+        return f"evaluation of a model that learns, {ids.numel()} tokens", "its ticket", 1.05, pair
+
+    def generate_learning(self):
+        new = self.size["generated"]
+        pair = self._learning(lambda model: generation(model, 1, new))
+        return f"generating {new} tokens with a model that learns, batch 1", "its ticket", 1.05, pair
+
+    def input_speed(self):
+        """Seconds per token of reading and tokenising a stream, over those of the training step."""
+        count, step = self.size["tokens"], SupermaskGPT2LMHeadModel(self.step_config)
+        with parquet_text(self.data, streaming=True) as arguments:
+            stream = load_blocks(arguments).train
+            blocks = max(1, min(self.size["streamed"], 1_000_000) // arguments.block_size)
+            reading = statistics.median(interleaved([lambda: list(islice(stream.read(), blocks))], 2))
+        training = statistics.median(interleaved([training_step(step, count)], self.repeats))
+        pair = [reading / (blocks * arguments.block_size), training / count]
+        what = "seconds per token to read and tokenise a stream, in one process"
+        details = {"tokens_per_second": [1 / one for one in pair]}
+        return what, "seconds per token of the training step", 1.0, pair, details
+
+    def input_memory(self):
+        with parquet_text(self.data, streaming=False) as arguments:
+            load_blocks(arguments)  # tokenises once; every process then maps the same files
+            pair = in_fresh_process(memory_of_text, arguments)
+        return (
+            "memory of a process that reads all blocks of a stored text",
+            "the bytes of the text",
+            1.0,
+            pair,
+        )
+
+    def resume(self):
+        with parquet_text(self.data, streaming=True) as arguments:
+            stream = load_blocks(arguments).train
+            blocks = max(2, self.size["streamed"] // arguments.block_size)
+            started = time.perf_counter()
+            places = [place for _, place in islice(stream.read(), blocks)][-2:]
+            whole = time.perf_counter() - started
+            started = time.perf_counter()
+            next(stream.read(places[0]))
+            pair = [time.perf_counter() - started, whole]
+        what = f"seconds to find the place in a stream again after {blocks * arguments.block_size} tokens"
+        return what, "reading it from the beginning", None, pair
 
     def generate_memory(self):
         with saved(self.ticket_config) as (ticket, stock):
@@ -615,21 +817,30 @@ class Benchmarks:
                 yield kind, (f"{kind}: {new} tokens, batch 1", "stock GPT-2, float32", None, pair, details)
 
     def llama(self):
-        """The ticket in llama.cpp, against stock GPT-2 in transformers and a dense one in llama.cpp."""
-        from llama_generate import generation as in_llama
+        """Tickets in llama.cpp, against the stock model in transformers and a dense one in llama.cpp."""
+        config = SupermaskGPT2Config(**NO_DROPOUT, **self.size["llama"], law="signed_constant")
+        for name, row in self._in_llama(config, "GPT-2"):
+            yield name, row
+        config = supermask_config(llama_config(config, block=256), law="signed_constant")
+        for name, row in self._in_llama(config, "Llama"):
+            yield f"Llama {name}", row
+
+    def _in_llama(self, config: Any, family: str):
+        from llama_generate import Generation
 
         new, threads = self.size["generated"], torch.get_num_threads()
-        config = SupermaskGPT2Config(**NO_DROPOUT, **self.size["llama"], law="signed_constant")
-        with saved(config) as (ticket, stock), torch.inference_mode():
+        with saved(config) as (ticket, stock), ExitStack() as servers, torch.inference_mode():
             files = gguf_files(config, ticket, stock)
-            runs = {name: in_llama(path, new, threads) for name, path in files.items()}
+            runs: dict[str, Callable] = {
+                name: servers.enter_context(Generation(path, new, threads)) for name, path in files.items()
+            }
             memory = {name: memory_in_llama(path, new, threads) for name, path in files.items()}
             bytes = {name: path.stat().st_size for name, path in files.items()}
             memory["stock"] = in_fresh_process(memory_of_generation, stock, "stock float32", new)[0]
             bytes["stock"] = (stock / "model.safetensors").stat().st_size
-            runs["stock"] = generation(GPT2LMHeadModel.from_pretrained(stock).eval(), 1, new)
+            runs["stock"] = generation(AutoModelForCausalLM.from_pretrained(stock).eval(), 1, new)
             seconds = dict(zip(runs, interleaved(list(runs.values()), self.repeats), strict=True))
-        named = {"stock": "stock GPT-2 in transformers, float32", "q4_0": "dense Q4_0 in llama.cpp"}
+        named = {"stock": f"stock {family} in transformers, float32", "q4_0": "dense Q4_0 in llama.cpp"}
         reach = {"tq2_0 against stock": 1 / 4, "f16 against stock": None, "q4_0 against stock": None}
         for name, goal in {**reach, "tq2_0 against q4_0": 1.0}.items():
             ours, theirs = name.split(" against ")
@@ -645,19 +856,22 @@ class Benchmarks:
 
 
 ROWS = (
-    "step step_accum edge_popup step_memory select draw load first_token bytes generate_b1 generate_b8 "
-    "generate_memory growth"
+    "step step_busy step_accum edge_popup step_memory select select_busy launches draw load first_token imports "
+    "bytes generate_b1 generate_b8 evaluate_learning generate_learning generate_memory input_speed input_memory "
+    "resume growth"
 ).split()
-APART = ("tricks", "rules", "ternary", "llama")
+APART = ("tricks", "rules", "ternary", "llama", "architectures")
 
 
 def machine() -> str:
+    """Return what the figures depend on: threads, cores, instruction set and versions."""
     threads, cores = torch.get_num_threads(), os.cpu_count()
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}, numpy {np.__version__}"
     return f"{threads} threads, {cores} cores, {torch.backends.cpu.get_cpu_capability()}; {versions}"
 
 
 def as_row(name: str, result: tuple, preset: str, repeats: int) -> dict:
+    """Return a result as one row of the JSON file."""
     what, baseline, reach, (ours, theirs), *details = result
     row = {"id": name, "what": what, "baseline": baseline, "ours": ours, "theirs": theirs}
     row |= {
@@ -670,8 +884,9 @@ def as_row(name: str, result: tuple, preset: str, repeats: int) -> dict:
     return {**row, "details": details[0]} if details else row
 
 
-def measure(names: list[str], preset: str, repeats: int) -> Iterator[dict]:
-    benchmarks = Benchmarks(preset, repeats)
+def measure(names: list[str], preset: str, repeats: int, data: Path | None = None) -> Iterator[dict]:
+    """Yield the rows of the benchmarks by these names."""
+    benchmarks = Benchmarks(preset, repeats, data)
     for name in tqdm(names, "benchmarks"):
         result = getattr(benchmarks, name)()
         if name in APART:
@@ -681,10 +896,9 @@ def measure(names: list[str], preset: str, repeats: int) -> Iterator[dict]:
 
 
 def table(rows: list[dict]) -> str:
-    """Markdown of the ratios."""
-    lines = ["| | baseline | ours / theirs | reach |", "|---|---|---:|---:|"]
+    """Return the ratios as a Markdown table."""
+    cells = []
     for row in rows:
-        reach = "" if row["reach"] is None else f"{row['reach']:.3g}"
         what, details = row["what"], row.get("details", {})
         if "memory_ratio" in details:
             what += f"; memory {details['memory_ratio']:.2f}"
@@ -694,8 +908,10 @@ def table(rows: list[dict]) -> str:
             what += "; {:.0f} tokens a second against {:.0f}".format(*details["tokens_per_second"])
         if "tokens" in details:
             what += f", greedy tokens {details['tokens']}"
-        lines.append(f"| {what} | {row['baseline']} | {row['ratio']:.3f} | {reach} |")
-    return "\n".join(lines)
+        reach = None if row["reach"] is None else f"{row['reach']:.3g}"
+        ratio = f"{row['ratio']:.3f}"
+        cells.append({"": what, "baseline": row["baseline"], "ours / theirs": ratio, "reach": reach})
+    return markdown_table(cells, ("ours / theirs", "reach"))
 
 
 def read_rows(path: Path, preset: str | None = None) -> list[dict]:
@@ -726,11 +942,13 @@ def merge(old: list[dict], new: list[dict]) -> list[dict]:
 
 
 def quiet() -> None:
+    """Switch the progress bars and warnings of transformers off."""
     logging.disable_progress_bar()
     logging.set_verbosity_error()
 
 
 def main() -> None:
+    """Measure or show the rows that the command line asks for."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -744,6 +962,12 @@ def main() -> None:
         help=f"of {', '.join(ROWS)}; or {' or '.join(APART)}",
     )
     parser.add_argument("--repeats", type=int, default=5, help="timed repeats of each side (default: 5)")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        metavar="FOLDER",
+        help="parquet files of text for input_speed, input_memory and resume (default: the embedded corpus)",
+    )
     parser.add_argument("--json", type=Path, help="also write the rows to this file, or update it")
     parser.add_argument(
         "--show", type=Path, metavar="JSON", help="print the table of a file; measure nothing"
@@ -759,9 +983,9 @@ def main() -> None:
     quiet()
     old = read_rows(options.json, options.preset) if options.json else []
     new: list[dict] = []
-    for row in measure(options.only, options.preset, options.repeats):
+    for row in measure(options.only, options.preset, options.repeats, options.data):
         new.append(row)
-        if options.json:  # after each, so that a stop loses nothing
+        if options.json:  # after each: a stop loses nothing
             with replacing(options.json) as path:
                 Path(path).write_text(json.dumps(merge(old, new), indent=1) + "\n")
     print(f"{options.preset}: {machine()}")

@@ -6,7 +6,7 @@
 
 Figures 7 and 8 at the paper's own sizes, on GPUs, are made by reproduce.sh beside this file.
 
-Every point is one ordinary run of the training loop, on one thread, so that it can be repeated exactly:
+Every point is one ordinary run of the training loop, on one thread, and can be repeated exactly:
 
     python recipes/figures_gpt2.py --preset cpu --point "recall qk_scale=2 seed=1"
 
@@ -18,7 +18,7 @@ bytes.png       text: validation loss against the bytes of the file, beside quan
 ablations.png   text: what each choice is worth
 fig7.png        text: validation loss against non-zero parameters
 
-Records go to results/gpt2_<preset>.json as they come; a study cut short goes on from there.
+Records go to results/gpt2_<preset>.json as they come; a study that is stopped resumes from there.
 """
 
 import copy
@@ -27,8 +27,6 @@ import math
 import os
 import statistics
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -39,16 +37,17 @@ from typing import Any
 import numpy as np
 import studies
 import torch
+from rivals import round_groups
 from safetensors.numpy import load_file
-from studies import Record, Records, Study, group, line, panels, select
+from studies import Preset, Record, Records, Study, TimedRun, group, line, panels, select
 from tokenizers import Tokenizer, models
-from train_gpt2_slt import train
 from transformers import PreTrainedTokenizerFast
 
-from hf_slt.model.ticket import MASK_FILE, read_header
 from hf_slt.sharing.card import entropy_bits, kept_of, value_bytes
 from hf_slt.text.blocks import Corpus, DataArguments, TokenBlocks, load_blocks
 from hf_slt.text.evaluation import evaluate_blocks
+from hf_slt.tickets.format import MASK_FILE, read_header
+from hf_slt.training.arguments import Arguments
 from hf_slt.training.batches import validation_batches
 from hf_slt.training.run import Run
 
@@ -72,8 +71,8 @@ class Exercise(TokenBlocks):
 def make_induction(count: int, seed: int, tokens: int, shortest: int, longest: int, length: int) -> Exercise:
     """Random sequences that repeat with a period in shortest..longest; asked is the second half.
 
-    Who finds an earlier place of the present token and looks at what came after it can go on. That takes
-    two layers: one tells each place the token before it, the other looks for the present token there.
+    A model that finds an earlier place of the present token, and what came after it, can predict the next.
+    That takes two layers: one gives each place the token before it, the other looks for the present token.
     """
     rng = np.random.default_rng(seed)
     period = rng.integers(shortest, longest + 1, (count, 1))
@@ -223,88 +222,71 @@ ABLATIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class Preset:
-    """How much of every experiment is run: seeds, and what the base of a task is changed to."""
+def points(preset: Preset) -> list[Point]:
+    """Return every run of a preset, the most informative first."""
+    plan = list(planned_runs(preset))
+    return points_of(
+        (experiment, seed, EXPERIMENTS[experiment][0], {**changes, **preset.shorter})
+        for experiment in EXPERIMENTS
+        for seed in range(preset.seeds[experiment])  # a study that is stopped has all settings of a seed
+        for name, changes in plan
+        if name == experiment
+    )
 
-    seeds: dict[str, int]
-    factors: tuple = FACTORS
-    no_norm_factors: tuple = (2, 4, 8, 16, 32)
-    text_factors: tuple = PAPER_FACTORS
-    head_widths: tuple[int, ...] = (16, 64, 256)
-    densities: tuple[float, ...] = (0.05, 0.15, 0.3, 0.5, 0.7)
-    dense_widths: tuple[int, ...] = (32, 48, 64, 96)
-    dense_rates: tuple[float, ...] = (1e-3, 3e-3, 1e-2)
-    longer: tuple[int, ...] = (900, 2700)
-    longer_widths: tuple[int, ...] = (48, 64, 72)
-    longer_rates: tuple[float, ...] = (3e-3,)  # the best of dense_rates for widths 48 and 64
-    ablations: tuple[str, ...] = tuple(ABLATIONS)
-    sizes: tuple[tuple[int, int], ...] = ((64, 2), (128, 2), (128, 4))  # figure 7: width, depth
-    shorter: dict[str, Any] = field(default_factory=dict)
 
-    def points(self) -> list[Point]:
-        """Every run of the study, the most telling first."""
-        plan = list(self.plan())
-        return points_of(
-            (experiment, seed, EXPERIMENTS[experiment][0], {**changes, **self.shorter})
-            for experiment in EXPERIMENTS
-            for seed in range(self.seeds[experiment])  # a study cut short has all settings of a seed
-            for name, changes in plan
-            if name == experiment
-        )
+def planned_runs(preset: Preset) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield experiments, and what a run of theirs changes."""
+    # Without LayerNorm to amplify them, embeddings of GPT-2's size leave queries, keys, logits near zero.
+    bare = {"layer_norm": False, "embedding_range": 0.05}
+    dense = {"control": "dense"}
+    stock = {**dense, "n_qk": None, "n_v": None}
 
-    def plan(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Experiments, and what a run of theirs changes."""
-        # Without LayerNorm to amplify them, embeddings of GPT-2's size leave queries, keys, logits near zero.
-        bare = {"layer_norm": False, "embedding_range": 0.05}
-        dense = {"control": "dense"}
-        stock = {**dense, "n_qk": None, "n_v": None}
+    for width, factor in product(preset.head_widths, preset.factors):
+        yield "recall", {"n_qk": width, "qk_scale": factor}
+    yield "recall", stock
+    for width, factor in product(preset.head_widths, preset.no_norm_factors):
+        yield "no_norm", {"n_qk": width, "qk_scale": factor, **bare}
+    for width, factor in product(preset.head_widths, preset.factors[:-1]):
+        yield "induction", {"n_qk": width, "qk_scale": factor}
+    for rate in preset.dense_rates[:2]:
+        yield "induction", {**stock, "embedding_range": None, "weight_learning_rate": rate}
+    for factor in preset.no_norm_factors[:4]:
+        yield "induction_no_norm", {"qk_scale": factor, **bare}
 
-        for width, factor in product(self.head_widths, self.factors):
-            yield "recall", {"n_qk": width, "qk_scale": factor}
-        yield "recall", stock
-        for width, factor in product(self.head_widths, self.no_norm_factors):
-            yield "no_norm", {"n_qk": width, "qk_scale": factor, **bare}
-        for width, factor in product(self.head_widths, self.factors[:-1]):
-            yield "induction", {"n_qk": width, "qk_scale": factor}
-        for rate in self.dense_rates[:2]:
-            yield "induction", {**stock, "embedding_range": None, "weight_learning_rate": rate}
-        for factor in self.no_norm_factors[:4]:
-            yield "induction_no_norm", {"qk_scale": factor, **bare}
-
-        for factor in self.text_factors:
-            yield "fig8", {"qk_scale": factor}
-        for steps, factor in product(self.longer, (1, 2, "paper")):
-            if factor != 1 or steps == self.longer[0]:
-                yield "longer", {"qk_scale": factor, "max_steps": steps}
-        for density in self.densities:
-            yield "bytes", {**PLAIN, "density": density}
-            yield "bytes", {**PLAIN, "density": density, "embedding": "trained"}
-        # each width at the rate that suits it: a fair opponent
-        for width, rate in product(self.dense_widths, self.dense_rates):
-            yield "bytes", {**dense, "n_embd": width, "weight_learning_rate": rate}
-        for steps in self.longer:  # a small dense model is quicker by the step: let it have more of them
-            yield "bytes", {**PLAIN, "max_steps": steps}
-            small = {"density": 0.3, "embedding": "trained", "embedding_bits": 4}
-            yield "bytes", {**PLAIN, "max_steps": steps, **small}
-            for width, rate in product(self.longer_widths, self.longer_rates):
-                yield "bytes", {**dense, "n_embd": width, "max_steps": steps, "weight_learning_rate": rate}
-        for name in self.ablations:
-            yield "ablations", ABLATIONS[name]
-        for (width, depth), kind in product(self.sizes, KINDS):
-            yield "fig7", {"n_embd": width, "n_layer": depth, **kind}
+    for factor in preset.text_factors:
+        yield "fig8", {"qk_scale": factor}
+    for steps, factor in product(preset.longer, (1, 2, "paper")):
+        if factor != 1 or steps == preset.longer[0]:
+            yield "longer", {"qk_scale": factor, "max_steps": steps}
+    for density in preset.densities:
+        yield "bytes", {**PLAIN, "density": density}
+        yield "bytes", {**PLAIN, "density": density, "embedding": "trained"}
+    # each width at the rate that suits it: a fair opponent
+    for width, rate in product(preset.dense_widths, preset.dense_rates):
+        yield "bytes", {**dense, "n_embd": width, "weight_learning_rate": rate}
+    for steps in preset.longer:  # a small dense model is quicker by the step: let it have more of them
+        yield "bytes", {**PLAIN, "max_steps": steps}
+        small = {"density": 0.3, "embedding": "trained", "embedding_bits": 4}
+        yield "bytes", {**PLAIN, "max_steps": steps, **small}
+        for width, rate in product(preset.longer_widths, preset.longer_rates):
+            yield "bytes", {**dense, "n_embd": width, "max_steps": steps, "weight_learning_rate": rate}
+    for name in preset.ablations:
+        yield "ablations", ABLATIONS[name]
+    for (width, depth), kind in product(preset.sizes, KINDS):
+        yield "fig7", {"n_embd": width, "n_layer": depth, **kind}
 
 
 # -- one run ----------------------------------------------------------------------------------------
 
 
-class UntilSolved(Run):
+class UntilSolved(TimedRun):
     """A run that ends when the validation loss is below `solved`."""
 
     solved: float | None = None
 
-    def look(self) -> bool:
-        improved = super().look()
+    def evaluate(self) -> bool:
+        """Evaluate, and end the run if the task is solved."""
+        improved = super().evaluate()
         if self.solved is not None and self.best is not None and self.best[1] < self.solved:
             self.steps = self.done
         return improved
@@ -321,25 +303,25 @@ def corpus_of(task: str, count: int, **data: Any) -> Corpus:
 
 
 def measure(task: str, quantised: bool = False, **settings: Any) -> Record:
-    """Run a point; what is kept of it."""
-    started, solved = time.process_time(), TASKS[task].solved
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = studies.loop_arguments(**settings, output_dir=folder)
-        names = ("vocab_size", "block_size", "validation_blocks")
-        data = {name: settings[name] for name in names if name in settings}
-        run = UntilSolved(
-            arguments,
-            corpus_of(task, arguments.run.max_steps * arguments.run.per_device_train_batch_size, **data),
-        )
+    """Run a point and return what is kept of it."""
+    solved = TASKS[task].solved
+    data = {
+        name: settings[name] for name in ("vocab_size", "block_size", "validation_blocks") if name in settings
+    }
+
+    def make_run(arguments: Arguments) -> UntilSolved:
+        count = arguments.run.max_steps * arguments.run.per_device_train_batch_size
+        run = UntilSolved(arguments, corpus_of(task, count, **data))
         run.solved = solved
-        if not train(run):
-            raise KeyboardInterrupt
+        return run
+
+    with studies.trained_run(settings, make_run) as run:
         report = run.finish()
         found = outcome(report, run.log.records)
         found["solved"] = None if solved is None else report["best_loss"] < solved
         if quantised:
             found["stored"] = stored_forms(run, found)
-        return found | {"seconds": round(time.process_time() - started, 1)}
+        return found | {"seconds": round(run.seconds, 1)}
 
 
 def outcome(report: dict[str, Any], log: Iterable[dict[str, Any]]) -> Record:
@@ -371,26 +353,8 @@ def sizes_of(folder: Path) -> dict[str, Any]:
     }
 
 
-GROUP = 64  # values that share a scale
-
-
-def quantise(values: torch.Tensor, bits: int) -> tuple[torch.Tensor, int]:
-    """Values as integers of `bits` bits, times a float16 scale per group, give them back; and the bytes.
-
-    integer = round(value / scale),  scale = largest |value| of the group / (2^(bits - 1) - 1)
-
-    Not `hf_slt.model.quantisation`, though near it: its scales are of whole rows, rounded up so that doing
-    it twice changes nothing. The losses in the records were measured with the groups and scales of here.
-    """
-    largest = 2 ** (bits - 1) - 1
-    flat = torch.nn.functional.pad(values.reshape(-1), (0, -values.numel() % GROUP)).view(-1, GROUP)
-    scales = (flat.abs().amax(dim=1, keepdim=True) / largest).half().float().clamp(min=2.0**-24)
-    whole = (flat / scales).round().clamp(-largest, largest)
-    back = (whole * scales).view(-1)[: values.numel()].view_as(values)
-    return back, math.ceil(values.numel() * bits / 8) + 2 * len(scales)
-
-
 def trained_weights(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Return the parameters of a model that are not scores."""
     return [weight for name, weight in model.named_parameters() if not name.endswith("scores")]
 
 
@@ -403,7 +367,8 @@ def store_trained(model: torch.nn.Module, bits: int) -> int:
     with torch.no_grad():
         for weight in trained_weights(model):
             if bits < 16 and weight.dim() == 2:
-                back, size = quantise(weight, bits)
+                back, _, steps = round_groups(weight, 2**bits - 1)
+                size = math.ceil(weight.numel() * bits / 8) + 2 * len(steps)
             else:
                 back, size = weight.half().float(), 2 * weight.numel()
             weight.copy_(back)
@@ -485,6 +450,7 @@ def lowest_factor(records: Iterable[Record]) -> float | None:
 
 
 def best_losses(records: Iterable[Record]) -> list[float]:
+    """Return the lowest validation loss of each record."""
     return [record["best_loss"] for record in records]
 
 
@@ -508,6 +474,7 @@ def draw_widths(every: Iterable[Any], widths: Iterable[int]) -> None:
 
 
 def show_factors(axes: Any, factors: Iterable[float]) -> None:
+    """Label the axis of query/key factors."""
     axes.set_xscale("log", base=2)
     axes.set_xticks(sorted(set(factors)))
     axes.xaxis.set_major_formatter("{x:.3g}")
@@ -546,6 +513,7 @@ def of_widths(records: Iterable[Record]) -> tuple[list[int], dict[str, list[Reco
 
 
 def draw_recall(preset: Preset, found: Found, study: Study) -> None:
+    """Draw when recall is solved, with and without LayerNorm."""
     figure, grid = panels(2, 2, 10, 6.5, sharey="row")
     titles = {"recall": "with LayerNorm", "no_norm": "without LayerNorm"}
     for column, (experiment, title) in zip(grid.T, titles.items(), strict=True):
@@ -557,6 +525,7 @@ def draw_recall(preset: Preset, found: Found, study: Study) -> None:
 
 
 def draw_induction(preset: Preset, found: Found, study: Study) -> None:
+    """Draw when induction is solved, and how far."""
     figure, grid = panels(2, 2, 11, 7)
     (shares, losses), (steps, curves) = grid
     task = TASKS["induction"]
@@ -637,6 +606,7 @@ def draw_bytes(preset: Preset, found: Found, study: Study) -> None:
 
 
 def draw_ablations(preset: Preset, found: Found, study: Study) -> None:
+    """Draw what each choice is worth."""
     figure, ((axes,),) = panels(1, 1, 8, 0.4 * len(preset.ablations) + 1.2)
     unset = dict.fromkeys(name for changes in ABLATIONS.values() for name in changes)
     base = {**unset, **TASKS["text"].base}
@@ -656,6 +626,7 @@ def draw_ablations(preset: Preset, found: Found, study: Study) -> None:
 
 
 def draw_fig7(preset: Preset, found: Found, study: Study) -> None:
+    """Draw loss against non-zero parameters."""
     figure, ((axes,),) = panels(1, 1, 7, 4.5)
     labels = ("trained model", "ticket, factor 1", "ticket, factor n^(1/4)")
     for place, (label, kind) in enumerate(zip(labels, KINDS, strict=True)):
@@ -686,40 +657,55 @@ EXPERIMENTS = {  # their tasks, and the figures that show them
     "ablations": ("text", draw_ablations),
     "fig7": ("text", draw_fig7),
 }
-PRESETS = {
-    "cpu": Preset(
-        {"recall": 3, "no_norm": 2, "induction": 3, "induction_no_norm": 1}
+PRESETS = studies.presets(
+    {
+        "factors": FACTORS,
+        "no_norm_factors": (2, 4, 8, 16, 32),
+        "text_factors": PAPER_FACTORS,
+        "head_widths": (16, 64, 256),
+        "densities": (0.05, 0.15, 0.3, 0.5, 0.7),
+        "dense_widths": (32, 48, 64, 96),
+        "dense_rates": (1e-3, 3e-3, 1e-2),
+        "longer": (900, 2700),
+        "longer_widths": (48, 64, 72),
+        "longer_rates": (3e-3,),  # the best of dense_rates for widths 48 and 64
+        "ablations": tuple(ABLATIONS),
+        "sizes": ((64, 2), (128, 2), (128, 4)),  # figure 7: width, depth
+        "shorter": {},  # changes of every run
+    },
+    cpu={
+        "seeds": {"recall": 3, "no_norm": 2, "induction": 3, "induction_no_norm": 1}
         | {"fig8": 3, "longer": 1, "bytes": 1, "ablations": 2, "fig7": 2}
-    ),
-    "long": Preset(
-        dict.fromkeys(EXPERIMENTS, 5),
-        no_norm_factors=(2, 2.83, 4, 5.66, 8, 11.3, 16, 22.6),
-        densities=(0.05, 0.1, 0.15, 0.3, 0.5, 0.7),
-        sizes=((64, 1), (64, 2), (128, 1), (128, 2), (128, 4), (256, 4)),
-        longer=(900, 2700, 8100),
-        longer_rates=(1e-3, 3e-3),
-    ),
-    "quick": Preset(
-        dict.fromkeys(EXPERIMENTS, 1),
-        factors=(1, 2.83, 4),
-        no_norm_factors=(8,),
-        text_factors=(1, "paper"),
-        head_widths=(16,),
-        densities=(0.5,),
-        dense_widths=(64,),
-        dense_rates=(3e-3,),
-        longer=(),
-        ablations=("normal law",),
-        sizes=((64, 1),),
-        shorter={
+    },
+    long={
+        "seeds": dict.fromkeys(EXPERIMENTS, 5),
+        "no_norm_factors": (2, 2.83, 4, 5.66, 8, 11.3, 16, 22.6),
+        "densities": (0.05, 0.1, 0.15, 0.3, 0.5, 0.7),
+        "sizes": ((64, 1), (64, 2), (128, 1), (128, 2), (128, 4), (256, 4)),
+        "longer": (900, 2700, 8100),
+        "longer_rates": (1e-3, 3e-3),
+    },
+    quick={
+        "seeds": dict.fromkeys(EXPERIMENTS, 1),
+        "factors": (1, 2.83, 4),
+        "no_norm_factors": (8,),
+        "text_factors": (1, "paper"),
+        "head_widths": (16,),
+        "densities": (0.5,),
+        "dense_widths": (64,),
+        "dense_rates": (3e-3,),
+        "longer": (),
+        "ablations": ("normal law",),
+        "sizes": ((64, 1),),
+        "shorter": {
             "max_steps": 3,
             "eval_steps": 2,
             "n_embd": 32,
             "n_layer": 1,
             "per_device_train_batch_size": 4,
         },
-    ),
-}
+    },
+)
 
 
 def found_of(points: Iterable[Point], records: Records) -> Found:
@@ -746,6 +732,7 @@ def leave_launch() -> bool:
 
 
 def main() -> int:
+    """Run the points that the command line asks for and draw their figures."""
     if leave_launch():
         return 0
     parser = studies.parser_of(__doc__, PRESETS, EXPERIMENTS)
@@ -754,19 +741,19 @@ def main() -> int:
     options = parser.parse_args()
     study = Study("gpt2", "cpu", options)
     preset = PRESETS[options.preset]
-    points = preset.points()
-    chosen = [point for point in points if set(point.experiments) & set(options.only)]
+    all_points = points(preset)
+    chosen = [point for point in all_points if set(point.experiments) & set(options.only)]
     if options.list:
         print("\n".join(point.id for point in chosen))
         return 0
-    records = study.records(point.settings for point in points)
+    records = study.records(point.settings for point in all_points)
     if options.point:
-        named = {point.id: point for point in points}
+        named = {point.id: point for point in all_points}
         if options.point not in named:
             parser.error(f"no point {options.point!r}; --list names them all")
         return repeat(named[options.point], records)
     records.measure(measure, (point.settings for point in chosen), options.workers)
-    found = found_of(points, records)
+    found = found_of(all_points, records)
     for draw in dict.fromkeys(EXPERIMENTS[name][1] for name in options.only if preset.seeds[name]):
         draw(preset, found, study)
     return 0

@@ -11,14 +11,12 @@ hessian_scores.png     supermask GPT-2 over scores: are query, key and value eve
 hessian_advice.png     does it help to set scale and rates by curvature (`advise`)? nano's shape with and
                        without, with and without LayerNorm
 
-Records go to results/hessian_<preset>_<figure>.json as they come; a study cut short goes on from there.
+Records go to results/hessian_<preset>_<figure>.json as they come; a study that is stopped resumes from there.
 """
 
 import math
 import statistics
-import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise, product
 from pydoc_data import topics
@@ -27,34 +25,49 @@ from typing import Any
 import numpy as np
 import studies
 import torch
-from studies import Part, Point, Record, Study, geometric_mean, grid, group, line, panels, select
-from train_gpt2_slt import train
+from studies import (
+    Part,
+    Point,
+    Preset,
+    Record,
+    Study,
+    TimedRun,
+    geometric_mean,
+    grid,
+    group,
+    line,
+    panels,
+    select,
+)
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from hf_slt import SupermaskGPT2Config, SupermaskGPT2LMHeadModel
 from hf_slt.papers.attention_hessian import attention_hessian
 from hf_slt.papers.curvature import BLOCKS, block_curvature
 from hf_slt.text.blocks import load_blocks
-from hf_slt.training.arguments import Arguments, RunArguments
+from hf_slt.training.arguments import RunArguments
 from hf_slt.training.monitoring import attention_moments
-from hf_slt.training.run import Run, build_model
+from hf_slt.training.run import build_model
 
 NORMS = {True: "LayerNorm", False: "no LayerNorm"}
-
-
-@dataclass(frozen=True)
-class Preset:
-    seeds: int
-    sigmas: int  # of growth, from 0.01 to 10
-    scales: tuple[float, ...]  # qk_scale, on the layers of head width 64
-    laws: tuple[str, ...]
-    steps: int  # of a training
-
-
-PRESETS = {
-    "quick": Preset(1, 13, (1.0, 1.5, 2.0, 2.83, 4.0, 5.0, 6.0), ("normal",), steps=100),
-    "full": Preset(3, 25, (1.0, 2.0, 2.83, 4.0, 6.0), ("normal", "signed_constant"), steps=300),
-}
+# Sigmas of growth are counted from 0.01 to 10. Scales are those of query and key, for heads of width 64.
+PRESETS = studies.presets(
+    {},
+    quick={
+        "seeds": 1,
+        "sigmas": 13,
+        "scales": (1.0, 1.5, 2.0, 2.83, 4.0, 5.0, 6.0),
+        "laws": ("normal",),
+        "steps": 100,
+    },
+    full={
+        "seeds": 3,
+        "sigmas": 25,
+        "scales": (1.0, 2.0, 2.83, 4.0, 6.0),
+        "laws": ("normal", "signed_constant"),
+        "steps": 300,
+    },
+)
 PROBES = 10
 
 
@@ -67,6 +80,7 @@ WINDOWS = ((0.01, 0.1), (1.0, 10.0))  # slopes are fitted in each; one line over
 
 
 def points_growth(preset: Preset) -> list[Point]:
+    """Return the points of the growth figure."""
     sigmas = np.geomspace(0.01, 10, preset.sigmas).tolist()
     return grid(softmax=(True, False), layer_norm=(False, True), sigma=sigmas)
 
@@ -96,6 +110,7 @@ def slopes(records: list[Record], half: str, pair: str) -> list[float] | None:
 
 
 def draw_growth(records: list[Record], preset: Preset, study: Study) -> dict[str, Any]:
+    """Draw the norms of Hessian blocks against the scale of the input."""
     figure, table = panels(2, 2, 11, 8.5, sharex=True)
     found: dict[str, Any] = {}
     for axes, (softmax, layer_norm) in zip(table.flat, product((True, False), (False, True)), strict=True):
@@ -163,6 +178,7 @@ def addition_model(sigma: float, seed: int = 0, width: int = 128) -> GPT2LMHeadM
 
 
 def points_addition(preset: Preset) -> list[Point]:
+    """Return the points of the authors' setting."""
     sigmas = dict.fromkeys(sigma for _, sigma in PUBLISHED)
     return grid(seed=range(preset.seeds), layer_norm=(False, True), sigma=sigmas, probes=[PROBES])
 
@@ -190,6 +206,7 @@ def addition_ratios(records: list[Record]) -> list[dict[str, Any]]:
 
 
 def draw_addition(records: list[Record], preset: Preset, study: Study) -> dict[str, Any]:
+    """Draw our block norms beside the authors'."""
     figure, ((*row,),) = panels(1, 2, 11, 4.6)
     ratios = addition_ratios(records)
     colours = {"q": "C0", "k": "C2", "v": "C1"}
@@ -228,6 +245,8 @@ def text_batch(count: int = 4, length: int = 64, seed: int = 0) -> torch.Tensor:
 
 
 def points_scores(preset: Preset) -> list[Point]:
+    """Return the points of curvature over scores."""
+
     def points(n: int, law: str, layer_norm: bool) -> list[Point]:
         # Where blocks are even moves with the width; the range of scales goes along.
         scales = [round(scale * (n / 64) ** 0.25, 3) for scale in preset.scales]
@@ -281,6 +300,7 @@ def even_scales(records: list[Record]) -> list[dict[str, Any]]:
 
 
 def draw_scores(records: list[Record], preset: Preset, study: Study) -> dict[str, Any]:
+    """Draw curvature over scores against the query/key scale."""
     figure, ((is_even, every_block, with_width),) = panels(1, 3, 15, 4.6)
     even, law = even_scales(records), preset.laws[0]
     dashes = {True: "-", False: "--"}
@@ -404,6 +424,7 @@ VARIANTS = {"plain": (), "scale": ("qk_scale",), "rates": ("rate",), "both": ("q
 
 
 def points_advice(preset: Preset) -> list[Point]:
+    """Return the trainings with and without the advice."""
     seeds = range(preset.seeds)
     return grid(seed=seeds, layer_norm=(True, False), variant=VARIANTS, steps=[preset.steps])
 
@@ -413,30 +434,28 @@ def measure_advice(layer_norm: bool, variant: str, seed: int, steps: int) -> Rec
     said = advice_for(layer_norm, seed) if VARIANTS[variant] else {}
     taken = {name: round(value, 4) for name, value in said.items() if name.endswith(VARIANTS[variant])}
     scale = {name: value for name, value in taken.items() if name == "qk_scale"}
-    with tempfile.TemporaryDirectory() as folder:
-        often = {"eval_steps": 100, "save_steps": 0, "output_dir": folder}
-        arguments = nano_arguments(layer_norm=layer_norm, seed=seed, max_steps=steps, **often, **scale)
-        run = Run(arguments, make_optimizer=partial(rated_optimizer, taken))
-        if not train(run):
-            raise KeyboardInterrupt
-        curve = [[r["step"], r["loss"]] for r in run.log.records if r["kind"] == "evaluation"]
+    settings = nano_settings(layer_norm=layer_norm, seed=seed, max_steps=steps, eval_steps=100, **scale)
+    with studies.trained_run(
+        settings, partial(TimedRun, make_optimizer=partial(rated_optimizer, taken))
+    ) as run:
+        curve = studies.summary_of(run)["curve"]
     return {"loss": curve[-1][1], "curve": [[step, round(loss, 4)] for step, loss in curve], "taken": taken}
 
 
 @cache
 def advice_for(layer_norm: bool, seed: int) -> dict[str, float]:
     """What `advise` says of the untrained nano model, from two blocks of its training text."""
-    arguments = nano_arguments(layer_norm=layer_norm, seed=seed)
+    arguments = studies.loop_arguments(**nano_settings(layer_norm=layer_norm, seed=seed))
     corpus = load_blocks(arguments.data)
     ids = torch.as_tensor(np.asarray(corpus.train[np.arange(2)]["input_ids"]), dtype=torch.long)
-    return advise(build_model(arguments, corpus), ids, seed)
+    return advise(build_model(arguments, corpus.tokenizer), ids, seed)
 
 
-def nano_arguments(**options: Any) -> Arguments:
-    """The nano preset with masks and nothing else, the paper's scale, rate 1e-2 and these options."""
+def nano_settings(**options: Any) -> dict[str, Any]:
+    """Return the nano preset with masks and nothing else, the paper's scale, rate 1e-2 and these options."""
     usual = {"config": studies.HERE / "nano.yaml", "qk_scale": "paper", "learning_rate": 1e-2}
     masks = {"rule": "edge_popup", "density": 0.5, "scales": "none", "score_decay": 0, "min_lr_rate": 0.1}
-    return studies.loop_arguments(**{**usual, **masks, "layer_norm": True, **options})
+    return {**usual, **masks, "layer_norm": True, **options}
 
 
 def advice_gains(records: list[Record]) -> list[dict[str, Any]]:
@@ -457,6 +476,7 @@ def advice_gains(records: list[Record]) -> list[dict[str, Any]]:
 
 
 def draw_advice(records: list[Record], preset: Preset, study: Study) -> dict[str, Any]:
+    """Draw the trainings with and without the advice."""
     figure, ((*row,),) = panels(1, 2, 10, 4)
     names = ("as the preset is", "advised scale", "advised rates", "advised")
     for axes, layer_norm in zip(row, (True, False), strict=True):
@@ -483,6 +503,7 @@ PARTS = {
 
 
 def main() -> None:
+    """Make the figures that the command line asks for."""
     parser = studies.parser_of(__doc__, PRESETS, PARTS)
     help = "what is taken of the advice: nothing (the others are held against that), scale, rates, both"
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=("plain", "both"), help=help)

@@ -5,22 +5,42 @@
     python recipes/figures_rules.py --preset text --train_files a.txt   # its main rows on a text of yours
     python recipes/figures_rules.py --preset full --train_files a.txt   # all rules, sizes and lengths: days
 
-Every contestant gets the width at which its file has the bytes asked for: a rule with more bits a weight is a
-narrower model. What counts as bytes, and what dense rivals are, is in rivals.py.
+Every contestant gets the width at which its file has the bytes asked for: a rule with more bits per weight is a
+narrower model. What counts as bytes, and what dense rivals are, is in rivals.py. Records of dense models with
+the field `counted` are older: their integers took 4 bits each and no description was counted.
 
 The rate of each contestant is searched first: RATES of its kind and length, at SEARCH_BYTES, on the embedded
 corpus, seed 0. The comparison runs with the best of them, at every size and on every text.
 
-results/rules.json   every run, those of the search too: side, bytes, steps, seed, loss and all settings
+results/rules.json   every run, those of the search too: kind, bytes, steps, seed, loss and all settings
 figures/rules.png    validation loss against bytes, a line a contestant, where several sizes were run
 """
 
+import argparse
+import os
+import statistics
 from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import studies
-from rivals import Rows, Share, measure, records_of, table, with_text
+from rivals import FlatRecords, measure
 from studies import Point, Records, Study, line, panels
+from tables import markdown_table
+
+Rows = dict[tuple[int, int, str], list[Point]]  # by bytes, steps and contestant: a run for each seed
+
+
+@dataclass(frozen=True)
+class Share:
+    """Some of what a preset runs: each of these contestants with each of the seeds."""
+
+    contestants: tuple[str, ...]
+    bytes: int
+    steps: int
+    seeds: int
+
 
 BASE = {
     "scale_with_width": True,
@@ -37,7 +57,7 @@ BASE = {
     "validation_blocks": 128,
 }
 CONSTANT = {"law": "signed_constant"}
-# By contestant: what it is, and about how many bits a weight of it takes in the file.
+# By contestant: its settings, and about how many bits per weight its file has.
 RULES: dict[str, tuple[dict[str, Any], float]] = {
     "edge_popup": ({**CONSTANT, "rule": "edge_popup", "density": 0.5}, 1.0),
     "global": ({**CONSTANT, "rule": "global", "density": 0.5}, 1.0),
@@ -49,7 +69,7 @@ RULES: dict[str, tuple[dict[str, Any], float]] = {
     "multicoat": ({**CONSTANT, "rule": "multicoat"}, 1.21),
     "multibit": ({**CONSTANT, "rule": "multibit"}, 1.95),
 }
-STOCK = {"control": "dense", "initial_std": 0.08}
+STOCK = {"control": "dense", "dense_std": 0.08}
 CONTESTANTS = {
     **{
         f"{name}, scales": ({**of, "scales": "row", "scale_bits": 8}, bits)
@@ -138,6 +158,24 @@ def rows_of(shares: Iterable[Share], text: Point, records: Records) -> Rows:
     }
 
 
+def table_rows(rows: Rows, records: Records) -> list[dict[str, Any]]:
+    """Return a line for each contestant, size and number of steps that was run."""
+    lines = []
+    for (size, steps, name), points in rows.items():
+        found = [one for one in map(records.get, points) if one is not None]
+        if found:
+            losses = [record["loss"] for record in found]
+            lines.append({
+                "contestant": name, "size": size, "steps": steps, "seeds": len(losses),
+                "shape": f"{points[0]['n_layer']} x {points[0]['n_embd']}",
+                "bytes": round(statistics.mean(record["bytes"] for record in found)),
+                "loss": round(statistics.mean(losses), 3),
+                "lowest": round(min(losses), 3), "highest": round(max(losses), 3),
+                "seconds": round(statistics.mean(record["seconds"] for record in found)),
+            })  # fmt: skip
+    return sorted(lines, key=lambda one: (one["steps"], one["size"], one["loss"]))
+
+
 def draw(rows: list[dict[str, Any]], study: Study) -> None:
     """Loss against bytes; one panel for each number of steps that was run at several sizes."""
     sizes: dict[int, set[int]] = {}
@@ -164,26 +202,43 @@ def draw(rows: list[dict[str, Any]], study: Study) -> None:
     study.save(figure, "rules")
 
 
+def parse_options() -> tuple[argparse.Namespace, Point]:
+    """Return the options, and the setting that names another text.
+
+    Records name a text, not where it lies: workers find it in their folder.
+    """
+    parser = studies.parser_of(__doc__, PRESETS, ["search", "compare"])
+    parser.add_argument("--train_files", nargs="+", help="text to train on, all in one folder")
+    options = parser.parse_args()
+    options.out = options.out.resolve()
+    files = [Path(one).resolve() for one in options.train_files or ()]
+    if not files:
+        return options, {}
+    if lost := [str(one) for one in files if not one.is_file() or one.parent != files[0].parent]:
+        parser.error(f"--train_files: {', '.join(lost)}: not a file, or not in the folder of the first")
+    os.chdir(files[0].parent)
+    return options, {"train_files": [one.name for one in files]}
+
+
 def main() -> None:
     """Search the rates, compare, draw."""
-    parser = studies.parser_of(__doc__, PRESETS, ["search", "compare"])
-    options, text = with_text(parser)
-    study = Study("rules", "cpu", options)
+    options, text = parse_options()
     shares = PRESETS[options.preset]
     searched = {(name, share.steps) for share in shares for name in share.contestants}
     search = [one for name, steps in sorted(searched) for one in search_of(name, steps).values()]
-    records = records_of("rules", options, search)
+    stem = "rules_quick" if options.preset == "quick" else "rules"  # one file for all other presets
+    records = FlatRecords(options.out / "results" / f"{stem}.json", search, options.fresh, keep=True)
     if "search" in options.only:
         records.measure(measure, sorted(search, key=lambda one: one["max_steps"]), options.workers)
     rows = rows_of(shares, text, records)
     if "compare" in options.only:
         wanted = [one for points in rows.values() for one in points]
         records.measure(measure, sorted(wanted, key=lambda one: one["max_steps"]), options.workers)
-    lines = table(rows, records)
-    for one in sorted(lines, key=lambda one: (one["steps"], one["size"], one["loss"])):
-        print(", ".join(f"{name} {value}" for name, value in one.items()))
-    if lines:
-        draw(lines, study)
+    if lines := table_rows(rows, records):
+        print(
+            markdown_table(lines, ("size", "steps", "seeds", "bytes", "loss", "lowest", "highest", "seconds"))
+        )
+        draw(lines, Study("rules", "cpu", options))
 
 
 if __name__ == "__main__":

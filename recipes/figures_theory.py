@@ -13,11 +13,10 @@ fig6.png    error against the width, for transformers of 1 to 4 blocks
 scale.png   figure 4 again with query and key weights U[-1, 1], without the factor n^(1/4)
 constant    no figure: the C of Theorem 3, printed and stored
 
-Records go to results/theory_<preset>_<figure>.json as they come; a study cut short goes on from there.
+Records go to results/theory_<preset>_<figure>.json as they come; a study that is stopped resumes from there.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache, wraps
 from itertools import product
 from typing import Any
@@ -25,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from scipy.optimize import curve_fit
-from studies import Part, Point, Record, Study, grid, line, panels, parser_of, select
+from studies import Part, Point, Preset, Record, Study, grid, line, panels, parser_of, presets, select
 
 from hf_slt.papers import theory
 
@@ -33,37 +32,27 @@ PAPER_FIT = (0.8, 0.06)  # figure 4 of the paper: 0.8 exp(-0.06 n)
 BOTH = ("proof", "balanced")  # constructions
 
 
-@dataclass(frozen=True)
-class Preset:
-    sources: int
-    widths: tuple[int, ...]  # figure 4
-    lengths: tuple[int, ...]  # figure 5
-    block_widths: tuple[int, ...]  # figure 6
-    block_sources: int
-    scale_widths: tuple[int, ...]
-    core: int  # values per subset-sum problem that are placed exactly, figures 4 and 5
-
-
-PRESETS = {
-    "quick": Preset(
-        sources=20,
-        widths=tuple(range(4, 61, 8)),
-        lengths=tuple(2**k for k in range(3, 12)),
-        block_widths=(100, 140, 180, 220),
-        block_sources=10,
-        scale_widths=(8, 16, 32, 64, 128, 256),
-        core=24,
-    ),
-    "paper": Preset(
-        sources=100,
-        widths=tuple(range(4, 101, 4)),
-        lengths=tuple(2**k for k in range(3, 14)),
-        block_widths=tuple(range(100, 226, 25)),
-        block_sources=100,
-        scale_widths=(*range(4, 61, 4), 80, 100, 140, 200, 280, 400),
-        core=32,
-    ),
-}
+PRESETS = presets(
+    {},
+    quick={
+        "sources": 20,
+        "widths": tuple(range(4, 61, 8)),  # figure 4
+        "lengths": tuple(2**k for k in range(3, 12)),  # figure 5
+        "block_widths": (100, 140, 180, 220),  # figure 6
+        "block_sources": 10,
+        "scale_widths": (8, 16, 32, 64, 128, 256),
+        "core": 24,  # values per subset-sum problem that are placed exactly, figures 4 and 5
+    },
+    paper={
+        "sources": 100,
+        "widths": tuple(range(4, 101, 4)),
+        "lengths": tuple(2**k for k in range(3, 14)),
+        "block_widths": tuple(range(100, 226, 25)),
+        "block_sources": 100,
+        "scale_widths": (*range(4, 61, 4), 80, 100, 140, 200, 280, 400),
+        "core": 32,
+    },
+)
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -94,6 +83,7 @@ def random_attention(
 
 @cache
 def untrained_attention() -> theory.TargetAttention:
+    """Return a random target of norm 1."""
     return random_attention(np.random.default_rng(0), 1, 2, 2, 1)
 
 
@@ -161,15 +151,18 @@ def tens(count: int) -> list[list[int]]:
 
 
 def inputs_of(length: int) -> np.ndarray:
+    """Return inputs of a length, fewer of them where they are long."""
     return rotations(np.random.default_rng(3), max(2, min(64, 2**13 // length)), length)[0]
 
 
 @cache
 def wanted(target: str, length: int) -> np.ndarray:
+    """Return the output of a target for the inputs of a length."""
     return TARGETS[target]()(inputs_of(length))
 
 
 def distance(got: np.ndarray, want: np.ndarray) -> np.ndarray:
+    """Return the Euclidean distance per input and token."""
     return np.linalg.norm(got - want, axis=-1)  # (inputs, tokens)
 
 
@@ -177,6 +170,7 @@ def distance(got: np.ndarray, want: np.ndarray) -> np.ndarray:
 def measure_attention(
     source: int, target: str, construction: str, qk_scale: float | str, n: int, lengths: list[int], core: int
 ) -> dict:
+    """Prune one source to an attention target and return its errors at several lengths."""
     how: dict[str, Any] = {"construction": construction, "qk_scale": qk_scale, "core": core}
     found = theory.approximate_attention(TARGETS[target](), n, n, source, **how)
     layer = found.layer()
@@ -206,6 +200,7 @@ def measure_shape(
 
 @over_sources
 def measure_transformer(source: int, blocks: int, construction: str, n: int, core: int) -> dict:
+    """Prune one source to a transformer target and return its error."""
     target = untrained_transformer(blocks)
     found = theory.approximate_transformer(target, n, n, n, source, construction=construction, core=core)
     model = found.model().transformer.double()
@@ -266,15 +261,18 @@ def draw_curve(axes: Any, x: Sequence[float], errors: np.ndarray, label: str, pl
 
 
 def attention_points(sources: int, **settings: Any) -> list[Point]:
+    """Return points of `measure_attention`, with usual settings where none are given."""
     usual = {"target": TARGETS, "construction": ("proof",), "qk_scale": ("paper",), "lengths": [[4]]}
     return grid(**{**usual, **settings, "sources": tens(sources)})
 
 
 def points_fig4(preset: Preset) -> list[Point]:
+    """Return the points of figure 4."""
     return attention_points(preset.sources, n=preset.widths, core=[preset.core], construction=BOTH)
 
 
 def draw_fig4(records: list[Record], preset: Preset, study: Study) -> dict[str, Any]:
+    """Draw error against width, with fits."""
     n, core = np.array(preset.widths, dtype=float), preset.core
     figure, ((*row,),) = panels(1, 2, 11, 4.2, sharey=True)
     fits = {}
@@ -300,11 +298,13 @@ def draw_fig4(records: list[Record], preset: Preset, study: Study) -> dict[str, 
 
 
 def points_fig5(preset: Preset) -> list[Point]:
+    """Return the points of figure 5."""
     lengths = [list(preset.lengths)]
     return attention_points(preset.sources, n=(20, 40), lengths=lengths, core=[preset.core])
 
 
 def draw_fig5(records: list[Record], preset: Preset, study: Study) -> dict[str, Any]:
+    """Draw error against length, with its bound."""
     figure, ((*row,),) = panels(1, 2, 11, 4.2, sharey=True)
     for axes, target in zip(row, TARGETS, strict=True):
         for place, n in enumerate((20, 40)):
@@ -324,11 +324,13 @@ DEPTHS = (1, 2, 3, 4)
 
 
 def points_fig6(preset: Preset) -> list[Point]:
+    """Return the points of figure 6."""
     widths, sources = preset.block_widths, tens(preset.block_sources)
     return grid(construction=BOTH, blocks=DEPTHS, n=widths, core=[24], sources=sources)
 
 
 def draw_fig6(records: list[Record], preset: Preset, study: Study) -> dict[str, Any]:
+    """Draw error against width for several depths, with one shared rate."""
     n = np.array(preset.block_widths, dtype=float)
     figure, ((*row,),) = panels(1, 2, 11, 4.2, sharey=True)
     fits = {}
@@ -355,11 +357,13 @@ SCALES = {"paper": "U[-n^(1/4), n^(1/4)]", 1.0: "U[-1, 1]"}
 
 def points_scale(preset: Preset) -> list[Point]:
     # trained W_Q and W_K are so small that either scale reaches them: the untrained target tells more
+    """Return the points with and without the factor on query and key weights."""
     widths = preset.scale_widths
     return attention_points(preset.sources, target=("untrained",), qk_scale=SCALES, n=widths, core=[24])
 
 
 def draw_scale(records: list[Record], preset: Preset, study: Study) -> dict[str, Any]:
+    """Draw error against width with and without that factor."""
     figure, ((*row,),) = panels(1, 2, 11, 4.2, sharey=True)
     titles = {"error": "output error, T = 4", "qk": "largest error in W_QK"}
     for axes, (key, title) in zip(row, titles.items(), strict=True):
@@ -384,11 +388,12 @@ MULTIPLES = (8, 12, 16, 20, 24)  # widths, of d1
 
 
 def points_constant(preset: Preset) -> list[Point]:
+    """Return the points that the constant of Theorem 3 is estimated from."""
     rest = grid(construction=BOTH, core=[24], sources=tens(preset.sources))
     return [{**shape, "n": shape["d1"] * k, **r} for shape, k, r in product(SHAPES, MULTIPLES, rest)]
 
 
-def tell_constant(records: list[Record], preset: Preset, study: Study) -> dict[str, Any]:
+def find_constant(records: list[Record], preset: Preset, study: Study) -> dict[str, Any]:
     """C of Theorem 3: the least that agrees with every width measured, per shape."""
     constants: dict[str, dict[str, float]] = {construction: {} for construction in BOTH}
     for construction, shape in product(BOTH, SHAPES):
@@ -405,11 +410,12 @@ PARTS = {
     "fig5": Part(points_fig5, measure_attention, draw_fig5),
     "fig6": Part(points_fig6, measure_transformer, draw_fig6),
     "scale": Part(points_scale, measure_attention, draw_scale),
-    "constant": Part(points_constant, measure_shape, tell_constant),
+    "constant": Part(points_constant, measure_shape, find_constant),
 }
 
 
 def main() -> None:
+    """Make the figures that the command line asks for."""
     options = parser_of(__doc__, PRESETS, PARTS).parse_args()
     study = Study("theory", "paper", options)
     for name in options.only:

@@ -1,71 +1,64 @@
-"""Greedy tokens of a GGUF file in llama.cpp (xllamacpp): how many a second, and the most memory it took.
+"""Greedy tokens of a GGUF file in llama.cpp (xllamacpp): a text, or how many a second, and the most memory it took.
 
+    python recipes/llama_generate.py ticket.gguf --prompt "The function returns"
     python recipes/llama_generate.py ticket.gguf [--new 32] [--threads 2] [--repeats 5]
 
-Imports nothing but llama.cpp, so that the resident memory of the process is that of running the file.
-Keys and values are for the tokens of the run and float16, as by default; batches are of 64 tokens at most.
+Memory is that of the process that runs llama.cpp, and nothing else (llama_server.py). Keys and values are for
+the tokens of the run and float16, as by default; batches are of 64 tokens at most.
 """
 
 import argparse
 import json
 import statistics
 import time
-import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 
-import xllamacpp
+from llama_server import LlamaServer
 
 PROMPT = list(range(1, 9))
 
 
-def generation(path: str | Path, new: int, threads: int) -> Callable[[], list[int]]:
-    """A function that generates so many tokens, of a file that is loaded here."""
-    options = xllamacpp.CommonParams()
-    options.model.path = str(path)
-    options.n_ctx, options.n_parallel = -(-(len(PROMPT) + new) // 64) * 64, 1
-    options.n_batch = options.n_ubatch = 64
-    options.cpuparams.n_threads = options.cpuparams_batch.n_threads = threads
-    options.warmup, options.fit_params, options.verbosity = False, False, -1
-    server = xllamacpp.Server(options)
-    question = {
-        "prompt": PROMPT,
-        "n_predict": new,
-        "temperature": 0,
-        "ignore_eos": True,
-        "cache_prompt": False,
-    }
-    data, kind = (
-        json.dumps({**question, "return_tokens": True}).encode(),
-        {"Content-Type": "application/json"},
-    )
+class Generation(LlamaServer):
+    """A file in llama.cpp. Calling it generates `new` tokens."""
 
-    def generate() -> list[int]:
-        request = urllib.request.Request(f"{server.listening_address}/completion", data, kind)
-        with urllib.request.urlopen(request) as answer:
-            found = json.load(answer)
-        if found["tokens_predicted"] != new:
-            raise RuntimeError(f"{path}: {found['tokens_predicted']} tokens, not {new}")
+    def __init__(self, path: str | Path, new: int, threads: int) -> None:
+        self.new = new
+        room = -(-(len(PROMPT) + new) // 64) * 64
+        super().__init__(path, seconds=600, n_ctx=room, n_batch=64, threads=threads)
+
+    def __call__(self) -> list[int]:
+        options = {"temperature": 0, "ignore_eos": True, "cache_prompt": False, "return_tokens": True}
+        found = self.ask("completion", prompt=PROMPT, n_predict=self.new, **options)
+        if found["tokens_predicted"] != self.new:
+            raise RuntimeError(f"{self.path}: {found['tokens_predicted']} tokens, not {self.new}")
         return found["tokens"]
-
-    return generate
 
 
 def main() -> None:
+    """Continue a text with a GGUF file in llama.cpp, or time it."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("file", help="the GGUF file")
+    parser.add_argument("--prompt", help="a text to continue; nothing is timed then")
     parser.add_argument("--new", type=int, default=32, help="tokens to generate (default: 32)")
     parser.add_argument("--threads", type=int, default=2, help="threads (default: 2)")
     parser.add_argument("--repeats", type=int, default=5, help="timed repeats (default: 5)")
     options = parser.parse_args()
-    generate, seconds = generation(options.file, options.new, options.threads), []
-    for _ in range(options.repeats + 1):
-        started = time.perf_counter()
-        generate()
-        seconds.append(time.perf_counter() - started)
-    peak = 1024 * int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])  # on Linux
+    if options.prompt is not None:
+        with LlamaServer(
+            options.file, n_ctx=0, threads=options.threads
+        ) as server:  # as many tokens as the model has
+            found = server.ask("completion", prompt=options.prompt, n_predict=options.new, temperature=0)
+        print(options.prompt + found["content"])
+        return
+    with Generation(options.file, options.new, options.threads) as generate:
+        seconds = []
+        for _ in range(options.repeats + 1):
+            started = time.perf_counter()
+            generate()
+            seconds.append(time.perf_counter() - started)
+        peak = generate.peak_bytes()
     facts = {"tokens_per_second": options.new / statistics.median(seconds[1:]), "peak_bytes": peak}
     print(json.dumps(facts))
 

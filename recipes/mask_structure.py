@@ -2,14 +2,14 @@
 
     python recipes/mask_structure.py runs/nano/ticket [more tickets]
 
-`packed` is one bit a weight, `bound` is log2(n choose kept) a mask, `entropy` what hf_slt.sharing.entropy
+`packed` is one bit per weight, `bound` is log2(n choose kept) per mask, `entropy` what hf_slt.tickets.entropy
 makes of it. Below them, models that know more than the count: the weights of a mask are put into groups, and
 each group has a density of its own, learned on the way by an urn (Beta-binomial) that starts at the mask's
 density p, worth `a` weights already seen:
 
     P(next weight of a group is kept) = (kept so far + a p) / (seen so far + a)
 
-These need no side information but `a` (one byte a mask, its best power of two) and which model it is. Each
+These need no side information but `a` (one byte per mask, its best power of two) and which model it is. Each
 mask takes the bound where a model does not pay. The last two models know the signs of the drawn weights,
 which a decoder has from the seed.
 """
@@ -20,13 +20,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from tables import markdown_table
 
-from hf_slt.model.random_weights import draw
-from hf_slt.model.ticket import Header, read_ticket
 from hf_slt.sharing.card import entropy_bits
-from hf_slt.sharing.entropy import encode_masks
 from hf_slt.sharing.mask_algebra import ticket_factors
-from hf_slt.sharing.verify import mask_path
+from hf_slt.tickets.entropy import encode_masks
+from hf_slt.tickets.format import Header, read_ticket
+from hf_slt.tickets.verify import mask_path
+from hf_slt.weights.random_weights import draw
 
 SIDE_BITS = 8  # of a model: which, and its `a`
 lgamma = np.vectorize(math.lgamma, otypes=[float])
@@ -56,10 +57,12 @@ def grouped_bits(mask: np.ndarray, groups: np.ndarray) -> float:
 
 
 def rows(mask: np.ndarray) -> np.ndarray:
+    """Return the number of the row of every weight."""
     return np.arange(mask.shape[0])[:, None]
 
 
 def columns(mask: np.ndarray) -> np.ndarray:
+    """Return the number of the column of every weight."""
     return np.arange(mask.shape[1])[None, :]
 
 
@@ -81,7 +84,7 @@ def neighbours(mask: np.ndarray) -> np.ndarray:
 def measure(header: Header, name: str, mask: np.ndarray) -> dict[str, float]:
     """Bits of one mask under each model."""
     entry = header.tensors[name]
-    sign = (draw(header.config["seed"], name, entry.shape, entry.law, entry.scale) > 0).astype(int)
+    sign = (draw(header.options["seed"], name, entry.shape, entry.law, entry.scale) > 0).astype(int)
     models: dict[str, Callable[[], np.ndarray]] = {
         "rows": lambda: rows(mask),
         "columns": lambda: columns(mask),
@@ -110,15 +113,22 @@ def report(folder: Path) -> dict[str, float]:
 
 
 def main() -> None:
+    """Print the report of every ticket that is named."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("tickets", nargs="+", type=Path, metavar="TICKET", help="folder of a ticket")
     for folder in parser.parse_args().tickets:
         found = report(folder)
-        print(f"{folder}\n{'model':<24}{'bits per weight':>16}{'over the bound':>16}")
-        for model, bits in found.items():
-            print(f"{model:<24}{bits:>16.5f}{100 * (bits / found['bound'] - 1):>+15.3f}%")
+        rows = [
+            {
+                "model": model,
+                "bits per weight": f"{bits:.5f}",
+                "over the bound": f"{100 * (bits / found['bound'] - 1):+.3f}%",
+            }
+            for model, bits in found.items()
+        ]
+        print(f"{folder}\n\n{markdown_table(rows, ('bits per weight', 'over the bound'))}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""docs/options.md, made of the options themselves: what a run can be told, with default and help.
+"""Write docs/options.md from the options themselves: name, default and help of each.
+
+The default is the value that recipes/train_gpt2_slt.py uses without any flag, which is that of the preset
+nano.yaml where it sets one.
 
 python recipes/options_page.py            # writes docs/options.md
 """
@@ -7,16 +10,24 @@ from collections.abc import Iterable
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 
-from hf_slt.sharing.files import replacing
+import yaml
+
 from hf_slt.text.blocks import DataArguments
-from hf_slt.training.arguments import GPT2_HELP, MODEL_FIELDS, RunArguments
+from hf_slt.tickets.files import replacing
+from hf_slt.training.arguments import GPT2_HELP, BaseArguments, RunArguments, model_fields, parse_arguments
 
 PAGE = Path(__file__).parents[1] / "docs" / "options.md"
+PRESET = Path(__file__).with_name("nano.yaml")  # that of train_gpt2_slt.py
 HEAD = """# Every option
+
+**Without `--config`, `recipes/train_gpt2_slt.py` applies the preset `recipes/nano.yaml`** and prints a line
+that says so. The column *default* has the value that the script uses without any flag. If it comes from
+`nano.yaml`, the entry says so, and names the value that holds otherwise: with another preset that does not
+set the option, and in `SupermaskGPT2Config` from Python.
 
 Options of the model are fields of `SupermaskGPT2Config`; all of them are options of
 `recipes/train_gpt2_slt.py` on the command line (`--density 0.3`) and in a YAML preset (`density: 0.3`).
-The command line overrides the preset, which overrides the defaults below. The options of each `slt`
+The command line overrides the preset, which overrides the defaults of the code. The options of each `slt`
 command are in `slt COMMAND --help`. (This page is made of the code: `python recipes/options_page.py`.)
 """
 WHY = """
@@ -29,12 +40,26 @@ and `pocket` turn it on.
 """
 
 
+def show(value: object) -> str:
+    """A default as the page has it; nothing if there is none."""
+    return "" if value is None or value is MISSING else f"`{value}`"
+
+
 def table(title: str, options: Iterable[Field]) -> str:
     """One group of options."""
+    used, preset = parse_arguments([], preset=PRESET).flat(), yaml.safe_load(PRESET.read_text())
     rows = [f"\n## {title}\n\n| option | default | |\n|---|---|---|"]
     for one in options:
         default = one.default_factory() if callable(one.default_factory) else one.default
-        shown = "" if default in (None, MISSING) else f"`{default}`"
+        shown = show(used[one.name])
+        if one.name in preset:
+            same = shown == show(default)
+            source = (
+                f"also in `{PRESET.name}`"
+                if same
+                else f"`{PRESET.name}`; otherwise {show(default) or 'unset'}"
+            )
+            shown += f" ({source})"
         help = str(one.metadata.get("help") or GPT2_HELP[one.name]).replace("|", "\\|")
         rows.append(f"| `{one.name}` | {shown} | {help} |")
     return "\n".join(rows) + "\n"
@@ -42,7 +67,12 @@ def table(title: str, options: Iterable[Field]) -> str:
 
 def page() -> str:
     """The whole page."""
-    parts = [table("The model", MODEL_FIELDS), WHY, table("The text", fields(DataArguments))]
+    parts = [
+        table("The architecture", fields(BaseArguments)),
+        table("The model", model_fields()),
+        WHY,
+        table("The text", fields(DataArguments)),
+    ]
     return HEAD + "".join(parts) + table("The run", fields(RunArguments))
 
 

@@ -7,7 +7,7 @@
     bash recipes/reproduce.sh --dry_run                      # the same at tiny sizes, on the processor
 
 One run after another, each by `accelerate launch` on all GPUs. A run that ended has a record and is never
-repeated, one that was cut short goes on from its last checkpoint: the same command goes on from where it
+repeated, one that was stopped resumes from its last checkpoint: the same command resumes from where it
 stopped, with the same number of GPUs. What it costs is computed from a few steps that are measured first:
 
     hours of one GPU = tokens of all runs / (tokens a second here * factor) / 3600
@@ -39,9 +39,9 @@ import torch
 from figures_gpt2 import (
     KINDS,
     PAPER_FACTORS,
+    PRESETS,
     TASKS,
     Point,
-    Preset,
     Task,
     draw_fig7,
     draw_fig8,
@@ -51,8 +51,8 @@ from figures_gpt2 import (
 )
 from studies import HERE, Records, Study
 
-from hf_slt.model.modeling_supermask_gpt2 import SupermaskGPT2LMHeadModel
-from hf_slt.model.ticket import SLTError
+from hf_slt.errors import SLTError
+from hf_slt.models.gpt2 import SupermaskGPT2LMHeadModel
 from hf_slt.training.arguments import Arguments, parse_arguments
 from hf_slt.training.run import build_optimizer
 
@@ -181,7 +181,7 @@ def execute(plan: Plan, records: Records, launch: Callable[[list[str]], int]) ->
             if code := launch(command):
                 print(f"{point.id} ended with code {code}", file=sys.stderr)
                 return code
-        # Nothing goes on from them any more, and those of all runs would fill a terabyte.
+        # No run resumes from them any more, and those of all runs would fill a terabyte.
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         log = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
         records.add(point.settings, outcome(json.loads((folder / "report.json").read_text()), log))
@@ -193,7 +193,7 @@ def draw(plan: Plan, records: Records) -> None:
     whole = plan if plan.on_cpu else replace(plan, models=Plan.models, seeds=max(plan.seeds, Plan.seeds))
     study = Study("gpt2", "cpu", Namespace(preset="paper", out=plan.out))
     for draw_figure in (draw_fig7, draw_fig8):
-        draw_figure(Preset({}), found_of(whole.points(), records), study)
+        draw_figure(PRESETS["cpu"], found_of(whole.points(), records), study)
 
 
 # -- what it costs ----------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ class Shape:
 
     @property
     def operations(self) -> float:
-        """Of forward and backward, a token: 6 a weight, and 12 T d in the attention of a layer."""
+        """Operations of forward and backward per token: 6 per weight, and 12 T d in the attention of a layer."""
         return 6 * self.weights + 12 * self.layers * self.width * self.length
 
 
@@ -351,6 +351,7 @@ def tell_cost(plan: Plan, points: list[Point]) -> float:
 
 
 def parse(words: list[str] | None = None) -> tuple[Namespace, Plan]:
+    """Return the options of the command line."""
     parser = argparse.ArgumentParser(
         prog="bash recipes/reproduce.sh",
         description=__doc__,
@@ -377,6 +378,7 @@ def parse(words: list[str] | None = None) -> tuple[Namespace, Plan]:
 
 
 def main() -> int:
+    """Run, print or price the plan that the command line asks for."""
     options, plan = parse()
     try:
         points, records = plan.points(), records_of(plan)
@@ -394,7 +396,7 @@ def main() -> int:
             draw(plan, records)  # also of a study that was cut short
         print(f"{known} of {len(points)} runs have a record in {records.path}; files are in {plan.runs}")
         if code:
-            print("the same command goes on from here", file=sys.stderr)
+            print("the same command resumes from here", file=sys.stderr)
         return code
     except SLTError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)

@@ -1,205 +1,376 @@
-"""Contestants at equal bytes: tickets as they are, and dense models trained with rounding in the loop.
+"""Runs at equal bytes: tickets, and dense models that are rounded while they train.
 
-    ticket         entropy-coded file, all of it: codes, scales, description
-    dense int4     integers -7 .. 7, and a float16 scale for every 64 of them; vectors in float16
-    dense ternary  -1, 0, 1 at their entropy, and a float16 scale for every row; vectors in float16
+    code   = round(weight / step + (levels - 1) / 2), kept within 0 .. levels - 1
+    weight = step * (code - (levels - 1) / 2)                  # what every forward computes with
 
-Of dense models the codes and scales count, without any description. They are stock GPT-2 with the same text,
-tokenizer, tokens and loop; every forward computes with the rounded weights, and the gradient passes through.
+    int4 15 levels, int3 7, int2 4, ternary 3, binary 2
+
+    step "learned"   one per output unit, trained with the weights as in LSQ (arXiv 1902.08153), in 8 bits
+    step "largest"   float16, for every 64 weights: the largest of them has the outermost level
+    step "mean"      float16, for every row: its mean magnitude, as in BitNet b1.58
+
+Dense models are stock GPT-2 with the same text, tokenizer, tokens and loop as the tickets. The gradient passes
+through the rounding, for weights within half a level of the outermost ones.
+
+Bytes are those of a whole file on both sides: a deflated description, steps or scales, vectors, and codes
+as hf_slt.tickets.entropy codes them. The tokenizer is in neither file.
 """
 
-import argparse
 import json
 import math
-import os
-import statistics
-import tempfile
-import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import fields
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import studies
 import torch
-from studies import Point, Record, Records
+from safetensors.numpy import save
+from studies import Record, Records, TimedRun
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from train_gpt2_slt import train
+from transformers.pytorch_utils import Conv1D
 
-from hf_slt.model.ticket import MASK_FILE
-from hf_slt.training.run import Run
+from hf_slt.errors import SLTError
+from hf_slt.masks.gradients import rounded
+from hf_slt.masks.rules import RULES, make_rule
+from hf_slt.text.blocks import Corpus, DataArguments, load_blocks
+from hf_slt.text.evaluation import evaluate_blocks
+from hf_slt.tickets.coded_files import deflate
+from hf_slt.tickets.entropy import encode_codes
+from hf_slt.tickets.format import MASK_FILE
+from hf_slt.training.arguments import Arguments, RunArguments
+from hf_slt.training.batches import validation_batches
+from hf_slt.weights.codes import only_chooses, pack_codes
+from hf_slt.weights.quantisation import quantise
 
-Rows = dict[tuple[int, int, str], list[Point]]  # by bytes, steps and contestant: a run for each seed
-STOCK_STD = 0.02  # of GPT-2's first weights
+LEVELS = {"int4": 15, "int3": 7, "int2": 4, "ternary": 3, "binary": 2}
+GROUP = 64  # weights that share a step of kind "largest"
+SMALLEST_STEP = 2.0**-24
 
-
-def int4(weight: Tensor) -> tuple[Tensor, int]:
-    """Integers -7 .. 7 and a float16 scale for every 64 of them; with the bytes they take."""
-    flat = nn.functional.pad(weight.reshape(-1), (0, -weight.numel() % 64)).view(-1, 64)
-    scale = (flat.abs().amax(1, keepdim=True) / 7).half().float().clamp(min=2.0**-24)
-    back = ((flat / scale).round().clamp(-7, 7) * scale).view(-1)[: weight.numel()].view_as(weight)
-    return back, math.ceil(weight.numel() / 2) + 2 * len(flat)
-
-
-def ternary(weight: Tensor) -> tuple[Tensor, int]:
-    """-1, 0, 1 times a float16 scale for every row: the mean magnitude, as in BitNet b1.58."""
-    scale = weight.abs().mean(1, keepdim=True).half().float().clamp(min=2.0**-24)
-    codes = (weight / scale).round().clamp(-1, 1)
-    shares = [float((codes == one).float().mean()) for one in (-1, 0, 1)]
-    bits = -sum(share * math.log2(share) for share in shares if share)
-    return codes * scale, math.ceil(weight.numel() * bits / 8) + 2 * len(weight)
+# -- one quantiser ----------------------------------------------------------------------------------
 
 
-ROUNDINGS = {"int4": int4, "ternary": ternary}
+def nearest_codes(weight: Tensor, step: Tensor, levels: int) -> Tensor:
+    """Return the code of every weight, as floating-point integers 0 .. levels - 1."""
+    centre = (levels - 1) / 2
+    return ((weight / step + centre % 1).round() + int(centre)).clamp(0, levels - 1)
+
+
+def round_groups(weight: Tensor, levels: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Round to uniform levels with one float16 step for every 64 weights, of which the largest fits.
+
+    Args:
+        weight (`Tensor`):
+            Weights of any shape.
+        levels (`int`):
+            Number of levels.
+
+    Returns:
+        `tuple[Tensor, Tensor, Tensor]`: the rounded weights, their codes, and the steps.
+    """
+    flat = nn.functional.pad(weight.reshape(-1), (0, -weight.numel() % GROUP)).view(-1, GROUP)
+    outermost = (levels - 1) / 2
+    steps = (flat.abs().amax(1, keepdim=True) / outermost).half().float().clamp(min=SMALLEST_STEP)
+    codes = nearest_codes(flat, steps, levels)
+    values, codes = (
+        (one.view(-1)[: weight.numel()]).view_as(weight) for one in ((codes - outermost) * steps, codes)
+    )
+    return values, codes, steps
 
 
 class Rounded(nn.Module):
-    """A weight as it will be stored: in the forward rounded, in the backward passed through."""
+    """Parametrization of a weight matrix: rounded in the forward, straight through in the backward.
 
-    def __init__(self, kind: str) -> None:
+    Args:
+        weight (`Tensor`):
+            The matrix before training; a learned step starts from its magnitudes.
+        levels (`int`):
+            Number of levels.
+        step (`str`):
+            "learned", "largest" or "mean".
+        axis (`int`):
+            The axis over which a learned step is shared: the inputs.
+    """
+
+    def __init__(self, weight: Tensor, levels: int, step: str, axis: int) -> None:
         super().__init__()
-        self.kind = kind
+        self.levels, self.step, self.axis = levels, step, axis
+        if step == "learned":
+            mean = weight.detach().abs().mean(axis)
+            self.register_buffer("first_step", 2 * mean / ((levels - 1) / 2) ** 0.5)
+            self.gain = nn.Parameter(
+                torch.ones_like(mean)
+            )  # near 1, as AdamW's steps have one length for all
+
+    def steps(self, weight: Tensor) -> Tensor:
+        """Return the step of every row or column, as it is stored."""
+        if self.step == "mean":
+            share = 1 if self.levels == 3 else 2  # two levels are half a step from zero
+            return (
+                (share * weight.detach().abs().mean(1, keepdim=True)).half().float().clamp(min=SMALLEST_STEP)
+            )
+        steps = rounded((self.first_step * self.gain).abs(), 8).clamp(min=SMALLEST_STEP)
+        return steps.unsqueeze(self.axis)
 
     def forward(self, weight: Tensor) -> Tensor:
-        return weight + (ROUNDINGS[self.kind](weight.detach())[0] - weight).detach()
+        if self.step == "largest":
+            return weight + (round_groups(weight.detach(), self.levels)[0] - weight).detach()
+        steps, centre = self.steps(weight), (self.levels - 1) / 2
+        place = weight / steps + centre
+        inside = place.clamp(-0.5, self.levels - 0.5)
+        codes = nearest_codes(weight.detach(), steps.detach(), self.levels)
+        return (inside + (codes - inside).detach() - centre) * steps
+
+    @torch.no_grad()
+    def stored(self, weight: Tensor) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Return the codes of a weight, and the arrays that hold its steps in a file."""
+        if self.step == "largest":
+            _, codes, steps = round_groups(weight, self.levels)
+        else:
+            steps = self.steps(weight)
+            codes = nearest_codes(weight, steps, self.levels)
+        whole = codes.to(torch.uint8).numpy()
+        if self.step == "learned":
+            return whole, list(quantise(steps.reshape(1, -1).numpy(), 8))
+        return whole, [steps.half().numpy()]
+
+
+class RoundedVector(nn.Module):
+    """Parametrization of gains and biases: 8 bits each, as a ticket stores them."""
+
+    def forward(self, vector: Tensor) -> Tensor:
+        return rounded(vector, 8)
 
 
 class TiedHead(nn.Module):
-    """The head of a table that is rounded: the same rounded table."""
+    """The output head of a rounded token table: the same rounded table."""
 
     def __init__(self, table: nn.Module) -> None:
         super().__init__()
-        self._table = (table,)  # a tuple hides it: it is the model's
+        self._table = (table,)  # a tuple hides it from the model, which has it already
 
     def forward(self, hidden: Tensor) -> Tensor:
         return nn.functional.linear(hidden, self._table[0].weight)
 
 
-class RoundedRun(Run):
+def dense_file(model: nn.Module, vector_bits: int) -> bytes:
+    """Return a file of a rounded model, laid out as the entropy-coded file of a ticket.
+
+    Args:
+        model (`nn.Module`):
+            Stock GPT-2 with `Rounded` parametrizations.
+        vector_bits (`int`):
+            Bits of gains and biases: 8 or 16.
+
+    Returns:
+        `bytes`: a safetensors file with one array, and a deflated description as its metadata.
+    """
+    packed, counts, arrays, described = {}, {}, [], {}
+    for name, module in model.named_modules():
+        for leaf, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.dim() == 1 and leaf != "gain":
+                values = parameter.detach().numpy()
+                arrays += list(quantise(values[None], 8)) if vector_bits == 8 else [values.astype(np.float16)]
+                described[f"{name}.{leaf}"] = list(values.shape)
+        if isinstance(module, parametrize.ParametrizationList) and isinstance(module[0], Rounded):
+            codes, steps = module[0].stored(module.original)
+            levels = module[0].levels
+            arrays += steps
+            name = name.replace(".parametrizations.weight", "")
+            packed[name] = pack_codes(codes, levels)
+            counts[name] = np.bincount(codes.ravel(), minlength=levels).tolist()
+            described[name] = [list(codes.shape), counts[name]]
+    data = b"".join([*(one.tobytes() for one in arrays), encode_codes(packed, counts).tobytes()])
+    sizes = ("n_layer", "n_head", "n_embd", "vocab_size", "n_positions")
+    config = {name: getattr(model.config, name) for name in sizes}
+    metadata = {"rounded": deflate(json.dumps({"config": config, "tensors": described}))}
+    return save({"coded": np.frombuffer(data, np.uint8)}, metadata)
+
+
+# -- one run ----------------------------------------------------------------------------------------
+
+
+class RoundedRun(TimedRun):
     """A run of stock GPT-2 whose matrices are rounded in every forward."""
 
-    rounding, initial_std = "int4", STOCK_STD
+    def __init__(self, *args: Any, rounding: str, step: str, vector_bits: int, **keywords: Any) -> None:
+        self.levels, self.step, self.vector_bits = LEVELS[rounding], step, vector_bits
+        super().__init__(*args, **keywords)
 
     def _prepare(self, model: nn.Module) -> tuple[Any, Any]:
         for module in list(model.modules()):
-            weight = getattr(module, "weight", None)
-            if isinstance(weight, nn.Parameter) and weight.dim() == 2 and module is not model.lm_head:
-                with torch.no_grad():
-                    weight *= self.initial_std / STOCK_STD
-                parametrize.register_parametrization(module, "weight", Rounded(self.rounding))
+            if module is model.lm_head:
+                continue
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                if parameter.dim() == 2:
+                    axis = 0 if isinstance(module, Conv1D) else 1
+                    way: nn.Module = Rounded(parameter, self.levels, self.step, axis)
+                elif self.vector_bits == 8:
+                    way = RoundedVector()
+                else:
+                    continue
+                parametrize.register_parametrization(module, name, way)
         model.lm_head = TiedHead(model.transformer.wte)
         return super()._prepare(model)
 
-    def bytes(self) -> int:
-        """Of codes and scales; vectors are float16."""
-        stored = ROUNDINGS[self.rounding]
-        weights = [weight.detach() for weight in self.accelerator.unwrap_model(self.model).parameters()]
-        return sum(stored(one)[1] if one.dim() == 2 else 2 * one.numel() for one in weights)
+
+def rounded_optimizer(
+    step_rate: float | None, model: nn.Module, options: RunArguments
+) -> torch.optim.Optimizer:
+    """Return AdamW in which only matrices decay, and learned steps may have a rate of their own."""
+    rate = options.weight_learning_rate
+    named = list(model.named_parameters())
+    steps = [one for name, one in named if name.endswith("gain")]
+    vectors = [one for name, one in named if one.dim() == 1 and not name.endswith("gain")]
+    matrices = [one for _, one in named if one.dim() == 2]
+    groups = [
+        {"params": matrices, "lr": rate, "weight_decay": options.weight_decay},
+        {"params": vectors, "lr": rate, "weight_decay": 0.0},
+        {"params": steps, "lr": rate if step_rate is None else step_rate, "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(groups, betas=(options.adam_beta1, options.adam_beta2))
 
 
-def measure(rounding: str | None = None, initial_std: float = STOCK_STD, **settings: Any) -> Record:
-    """Run a point: settings of the loop by name, for dense models those of RoundedRun. What is kept of it."""
-    started = time.process_time()
-    with tempfile.TemporaryDirectory() as folder:
-        files = settings.pop("train_files", None)
-        arguments = studies.loop_arguments(**settings, output_dir=folder)
-        arguments.data.train_files = files or arguments.data.train_files
-        kind = type("OfKind", (RoundedRun,), {"rounding": rounding, "initial_std": initial_std})
-        run: Any = (kind if rounding else Run)(arguments)
-        if not train(run):
-            raise KeyboardInterrupt
-        seen = [one for one in run.log.records if one["kind"] == "evaluation"]
-        if rounding:
-            size = run.bytes()
-        else:
-            model = run.accelerator.unwrap_model(run.model)
-            model.save_ticket(Path(folder, "coded"), encoding="entropy")
-            size = Path(folder, "coded", MASK_FILE).stat().st_size
+@cache
+def corpus_of(data: str, test_part: bool) -> Corpus:
+    """Read a text once per process. `data` is the JSON of DataArguments."""
+    return load_blocks(DataArguments(**json.loads(data)), test_part)
+
+
+def measure(
+    runs: Path | None = None,
+    rounding: str | None = None,
+    step: str | None = None,
+    vector_bits: int = 16,
+    step_learning_rate: float | None = None,
+    test_part: bool = False,
+    **settings: Any,
+) -> Record:
+    """Train one model and return its losses, bytes and seconds.
+
+    Args:
+        runs (`Path`, *optional*):
+            Folder for checkpoints. A run that was killed is resumed from its last one.
+        rounding (`str`, *optional*):
+            A key of `LEVELS` for a dense model. Without it, a ticket is trained.
+        step (`str`, *optional*):
+            Kind of step of a dense model. Default: "mean" for ternary and binary, else "largest".
+        vector_bits (`int`, *optional*, defaults to 16):
+            Bits of a dense model's gains and biases.
+        step_learning_rate (`float`, *optional*):
+            Rate of learned steps. Default: that of the weights.
+        test_part (`bool`, *optional*, defaults to `False`):
+            Whether half of the held-out text is kept for `loss`. Without it, `loss` is that of validation.
+        settings (`Any`):
+            Options of the training loop by name.
+
+    Returns:
+        `dict`: losses, `curve`, `bytes`, `tokens`, `text_sha256` and `seconds`.
+    """
+    own = {"rounding": rounding, "step": step, "vector_bits": vector_bits, "test_part": test_part}
+    folder = runs and runs / studies.digest_of({**own, "step_rate": step_learning_rate, **settings})
+
+    def make_run(arguments: Arguments) -> TimedRun:
+        corpus = corpus_of(json.dumps(vars(arguments.data)), test_part)
+        if rounding is None:
+            return TimedRun(arguments, corpus)
+        usual = "mean" if rounding in ("ternary", "binary") else "largest"
+        kind = {"rounding": rounding, "step": step or usual, "vector_bits": vector_bits}
+        return RoundedRun(arguments, corpus, partial(rounded_optimizer, step_learning_rate), **kind)
+
+    try:
+        with studies.trained_run(settings, make_run, folder) as run:
+            found = studies.summary_of(run)
+            found["text_sha256"] = found.pop("text")
+            found["validation_loss"] = found["loss"]
+            if test_part:
+                found |= test_measures(run)
+            return {**found, "bytes": file_bytes(run)}
+    except SLTError as error:
+        if "diverged" not in str(error):
+            raise
+        nothing = math.log(
+            settings["vocab_size"]
+        )  # the loss of a model that knows only the vocabulary's size
         return {
-            "loss": seen[-1]["loss"],
-            "best_loss": min(one["loss"] for one in seen),
-            "curve": [(one["step"], one["loss"]) for one in seen],
-            "bytes": size,
-            "tokens": run.steps * run.tokens_a_step,
-            "text": run.corpus.digest,
-            "seconds": round(time.process_time() - started, 1),  # of the processor
+            "loss": nothing,
+            "validation_loss": nothing,
+            "bytes": 0,
+            "seconds": 0.0,
+            "diverged": str(error),
         }
 
 
-# -- shares, records and rows ------------------------------------------------------------------------------
+def test_measures(run: TimedRun) -> Record:
+    """Return loss and bits per byte on the test part."""
+    blocks: Any = run.corpus.test
+    batches = validation_batches(blocks, run.batches.batch_size, run.accelerator)
+    measures = evaluate_blocks(run.model, batches, bytes_per_token=blocks.bytes_per_token)
+    return {name: measures[name] for name in ("loss", "bits_per_byte")}
 
 
-@dataclass(frozen=True)
-class Share:
-    """Some of what a preset runs: each of these contestants with each of the seeds."""
+def file_bytes(run: TimedRun) -> int:
+    """Return the bytes of the entropy-coded file of a ticket or of a rounded model."""
+    model = run.accelerator.unwrap_model(run.model)
+    if isinstance(run, RoundedRun):
+        return len(dense_file(model, run.vector_bits))
+    model.save_ticket(run.folder / "coded", encoding="entropy")
+    return (run.folder / "coded" / MASK_FILE).stat().st_size
 
-    contestants: tuple[str, ...]
-    bytes: int
-    steps: int
-    seeds: int
+
+# -- records ----------------------------------------------------------------------------------------
 
 
-def with_text(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, Point]:
-    """The options of a study that can use another text, and the setting that names it.
+def kind_of(settings: studies.Point) -> str:
+    """Return what a run trains: "strict", "ternary", "binary", "levels" or "dense".
 
-    Records name a text, not where it lies: workers find it in their folder.
+    A ticket is strict if its mask only keeps, drops or chooses numbers that the seed drew. A mask that sets
+    signs is not: over the law of two values +c and -c it reaches every ternary matrix, whatever the seed. Nor is
+    one that multiplies drawn numbers by one of several levels, as multicoat and multibit do.
     """
-    parser.add_argument("--train_files", nargs="+", help="text to train on, all in one folder")
-    options = parser.parse_args()
-    options.out = options.out.resolve()
-    files = [Path(one).resolve() for one in options.train_files or ()]
-    if not files:
-        return options, {}
-    if lost := [str(one) for one in files if not one.is_file() or one.parent != files[0].parent]:
-        parser.error(f"--train_files: {', '.join(lost)}: not a file, or not in the folder of the first")
-    os.chdir(files[0].parent)
-    return options, {"train_files": [one.name for one in files]}
+    if (rounding := settings.get("rounding")) is not None:
+        return rounding if rounding in ("ternary", "binary") else "dense"
+    if settings.get("control") == "dense":
+        return "dense"
+    own = {item.name for item in fields(RULES[settings["rule"]])}
+    rule = make_rule(settings["rule"], {name: settings[name] for name in own & settings.keys()})
+    if only_chooses(rule.factors, rule.state_bits):
+        return "strict"
+    return {2: "binary", 3: "ternary"}.get(len(rule.factors), "levels")
 
 
 class FlatRecords(Records):
-    """Records in a plain list, for readers who know nothing of studies; of all texts."""
+    """Records in a plain JSON list, for readers who know nothing of studies."""
 
     def read(self) -> dict[str, Any]:
-        """The facts of the file: here, its records."""
+        """Return the records of the file."""
         known = json.loads(self.path.read_text())
         return {"records": [{"of": one.pop("settings"), **one} for one in known]}
 
     def text(self) -> str:
-        """The file as it should be."""
+        """Return the file as a list with one record per line."""
         return "[\n" + ",\n".join(json.dumps(flat(self.found[key])) for key in sorted(self.found)) + "\n]\n"
 
 
 def flat(record: Record) -> Record:
-    """A record as the file has it."""
+    """Return a record as the file has it: what the run is first, its settings last."""
     settings = record["of"]
-    side = "dense" if settings.get("control") == "dense" else "ticket"
-    return {
-        "side": side, "bytes": record["bytes"], "steps": settings["max_steps"], "seed": settings["seed"],
-        "loss": record["loss"], **{name: one for name, one in record.items() if name not in ("of", "side")},
-        "settings": settings,
+    way = {name: settings[name] for name in ("rule", "rounding") if name in settings}
+    first = {
+        "kind": kind_of(settings), **way, "bytes": record["bytes"], "steps": settings["max_steps"],
+        "seed": settings["seed"], "text": text_of(settings), "loss": record["loss"],
     }  # fmt: skip
+    return {
+        **first,
+        **{name: one for name, one in record.items() if name not in ("of", *first)},
+        "settings": settings,
+    }
 
 
-def records_of(name: str, options: argparse.Namespace, points: Iterable[Point]) -> FlatRecords:
-    """All records of a study, whatever its preset; those of the smoke test apart."""
-    stem = f"{name}_quick" if options.preset == "quick" else name
-    return FlatRecords(options.out / "results" / f"{stem}.json", points, options.fresh, keep=True)
-
-
-def table(rows: Rows, records: Records) -> list[dict[str, Any]]:
-    """A line for each contestant, size and number of steps that was run."""
-    lines = []
-    for (size, steps, name), points in rows.items():
-        found = [one for one in map(records.get, points) if one is not None]
-        if found:
-            losses = [record["loss"] for record in found]
-            lines.append({
-                "contestant": name, "size": size, "steps": steps, "seeds": len(losses),
-                "shape": f"{points[0]['n_layer']} x {points[0]['n_embd']}",
-                "bytes": round(statistics.mean(record["bytes"] for record in found)),
-                "loss": round(statistics.mean(losses), 3),
-                "lowest": round(min(losses), 3), "highest": round(max(losses), 3),
-                "seconds": round(statistics.mean(record["seconds"] for record in found)),
-            })  # fmt: skip
-    return lines
+def text_of(settings: studies.Point) -> str:
+    """Return the name of a text: the first file without its suffix, or "embedded"."""
+    files = settings.get("train_files")
+    return Path(files[0]).stem if files else "embedded"

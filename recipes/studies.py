@@ -1,7 +1,7 @@
-"""What the studies of this folder share: points that are measured once and kept, figures of one look.
+"""What the studies of this folder share: a record store, one training run, presets and figures.
 
-A point is a dictionary of settings; measuring it gives a dictionary of numbers. Both are one line of a file
-in results/, which is whole after every point, so that a study that was cut short goes on from there:
+A point is a dictionary of settings. Measuring it gives a dictionary of numbers. Both are one line of a file
+in results/, which is complete after every point, so a study that was stopped resumes from there:
 
     {
     "environment": {...},                                   # of the last measurement
@@ -12,37 +12,44 @@ in results/, which is whole after every point, so that a study that was cut shor
     ]
     }
 
-All settings are in the point, so a point that was changed has no record and is measured again; its old record
-is told and left out.
+All settings are in the point: a point that was changed has no record and is measured again. Its old record is
+left out, with a message.
 """
 
 import argparse
 import contextlib
+import hashlib
 import io
 import json
 import math
 import os
 import platform
+import shutil
 import signal
 import sys
+import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from itertools import product
 from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 from tqdm import tqdm
+from train_gpt2_slt import train
 
 from hf_slt.sharing.card import describe_environment
-from hf_slt.sharing.files import replacing
 from hf_slt.sharing.plots import COLOURS, MARKERS
+from hf_slt.tickets.files import replacing
 from hf_slt.training.arguments import Arguments, parse_arguments
+from hf_slt.training.run import Run
 
 HERE = Path(__file__).parent
 Point = Mapping[str, Any]
@@ -56,8 +63,8 @@ class Records:
     """The records of the points of a study, in the order of the points, and the file that holds them."""
 
     def __init__(self, path: Path, points: Iterable[Point], fresh: bool = False, keep: bool = False) -> None:
-        """With `keep`, records of other points stay in the file."""
-        self.path = path
+        """With `keep`, records of other points stay in the file, also those that another process adds."""
+        self.path, self.keep = path, keep
         self.points = {_key(point): point for point in points}
         self.facts: dict[str, Any] = self.read() if path.exists() and not fresh else {}
         stored = {_key(record["of"]): record for record in self.facts.pop("records", [])}
@@ -65,8 +72,8 @@ class Records:
         self.found: dict[str, Record] = {key: stored[key] for key in known if key in stored}
         if changed := len(stored) - len(self.found):
             first = next(key for key in stored if key not in self.found)
-            print(f"{path.name}: {changed} records are of no point of the study as it is, and are left out;"
-                  f" the first of {first}", file=sys.stderr)  # fmt: skip
+            message = f"{changed} records are of no point of the study as it is, and are left out"
+            print(f"{path.name}: {message}; the first of {first}", file=sys.stderr)
 
     def __iter__(self) -> Iterator[Record]:
         return (self.found[key] for key in self.points if key in self.found)
@@ -77,6 +84,9 @@ class Records:
 
     def add(self, point: Point, found: Record) -> None:
         """Keep what was found at a point."""
+        if self.keep and self.path.exists():  # another process may have measured other points meanwhile
+            written = {_key(record["of"]): record for record in self.read()["records"]}
+            self.found = {**written, **self.found}
         self.found[_key(point)] = {"of": dict(point), **found}
         self.facts["environment"] = describe_environment()
         self.write()
@@ -114,7 +124,7 @@ class Records:
                     self.add(point, found)
                     bar.update()
             except KeyboardInterrupt:
-                raise SystemExit("interrupted; the same command goes on from here") from None
+                raise SystemExit("interrupted; the same command resumes from here") from None
 
 
 def grid(**settings: Iterable[Any]) -> list[Point]:
@@ -130,6 +140,11 @@ def _key(point: Point) -> str:
     # The last digits of a float, say of np.geomspace, depend on the machine.
     rounded = json.loads(json.dumps(point), parse_float=lambda digits: float(f"{float(digits):.12g}"))
     return json.dumps(rounded, sort_keys=True)
+
+
+def digest_of(point: Point) -> str:
+    """Return a short name for a point: a hash of all its settings."""
+    return hashlib.sha256(_key(point).encode()).hexdigest()[:16]
 
 
 def select(records: Iterable[Record], **wanted: Any) -> list[Record]:
@@ -206,10 +221,94 @@ def _quietly(measure: Measure, point: Point) -> Record:
         return measure(**point)
 
 
+# -- one training run -------------------------------------------------------------------------------
+
+
 def loop_arguments(**settings: Any) -> Arguments:
-    """Arguments of the training loop by their names on its command line; None stands for "not given"."""
-    given = {name: str(value) for name, value in settings.items() if value is not None}
-    return parse_arguments([word for name, value in given.items() for word in (f"--{name}", value)])
+    """Return arguments of the training loop by their names on its command line; None stands for "not given"."""
+    words: list[str] = []
+    for name, value in settings.items():
+        if value is not None:
+            words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    return parse_arguments(words)
+
+
+class TimedRun(Run):
+    """A run that knows its processor time, also after it was killed and resumed."""
+
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        super().__init__(*args, **keywords)
+        file = self.folder / "seconds.json"
+        self.before = json.loads(file.read_text())["seconds"] if self.done and file.exists() else 0.0
+        self.started = time.process_time()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the processor since the first step. Reading the text is not counted."""
+        return self.before + time.process_time() - self.started
+
+    def save(self) -> None:
+        """Write a checkpoint, and the seconds beside it."""
+        super().save()
+        with replacing(self.folder / "seconds.json") as temporary:
+            temporary.write_text(json.dumps({"seconds": self.seconds}))
+
+
+@contextlib.contextmanager
+def trained_run(
+    settings: Point, make_run: Callable[..., TimedRun] = TimedRun, folder: Path | None = None
+) -> Iterator[TimedRun]:
+    """Train a model by the loop of train_gpt2_slt.py and yield its run. Its files are removed afterwards.
+
+    Args:
+        settings (`Mapping[str, Any]`):
+            Options of the training loop by name.
+        make_run (`Callable`, *optional*):
+            Makes the run of the parsed arguments.
+        folder (`Path`, *optional*):
+            Where checkpoints are written: a run that was killed is resumed from its last one. Without a folder
+            nothing is kept.
+    """
+    with tempfile.TemporaryDirectory() as temporary:
+        saving = (
+            {"save_steps": 0} if folder is None else {"save_steps": 0.1, "resume_from_checkpoint": "true"}
+        )
+        run = make_run(loop_arguments(**{**settings, **saving, "output_dir": folder or temporary}))
+        if not train(run):
+            raise KeyboardInterrupt
+        yield run
+        run.close()
+        if folder is not None:
+            shutil.rmtree(folder)
+
+
+def summary_of(run: TimedRun) -> Record:
+    """Return the losses of a run on its validation blocks, and what they took."""
+    seen = [one for one in run.log.records if one["kind"] == "evaluation"]
+    return {
+        "loss": seen[-1]["loss"],
+        "best_loss": min(one["loss"] for one in seen),
+        "curve": [(one["step"], one["loss"]) for one in seen],
+        "tokens": run.steps * run.tokens_per_step,
+        "text": run.corpus.digest,
+        "seconds": round(run.seconds, 1),
+    }
+
+
+# -- presets ----------------------------------------------------------------------------------------
+
+
+class Preset(SimpleNamespace):
+    """How much of a study is run: numbers by name."""
+
+
+def presets(usual: Mapping[str, Any], **changes: Mapping[str, Any]) -> dict[str, Preset]:
+    """Return presets by name: the usual numbers, with the changes of each.
+
+    >>> presets({"seeds": 3, "steps": 900}, quick={"seeds": 1})["quick"]
+    Preset(seeds=1, steps=900)
+    """
+    return {name: Preset(**{**usual, **some}) for name, some in changes.items()}
 
 
 # -- figures ----------------------------------------------------------------------------------------

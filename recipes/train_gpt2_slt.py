@@ -1,7 +1,7 @@
 """Find a ticket: train the scores of a supermask GPT-2, from text to a folder ready to share.
 
-    accelerate launch recipes/train_gpt2_slt.py --config recipes/nano.yaml
     python recipes/train_gpt2_slt.py --train_files my/*.txt --output_dir runs/mine
+    accelerate launch --config_file recipes/accelerate/ddp.yaml recipes/train_gpt2_slt.py --config recipes/nano.yaml
 
 Defaults < preset (--config, nano.yaml if none is named) < command line. With --compare, controls run after
 the ticket on the same text and steps, and one table and figure show them all.
@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import disable_progress_bars
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
-from hf_slt.model.ticket import SLTError
+from hf_slt.errors import SLTError
 from hf_slt.training.arguments import Arguments, parse_arguments
 from hf_slt.training.monitoring import Clock, Interruption
 from hf_slt.training.report import train_and_compare
@@ -29,13 +30,13 @@ from hf_slt.training.run import Run
 HERE = Path(__file__).parent
 
 
-def optimizer_step(run: Run) -> tuple[Tensor, float]:
-    """Move the scores once; the mean loss in this process, and the norm of the gradient."""
+def optimizer_step(run: Run) -> Tensor:
+    """Move the scores once, and return the mean loss in this process."""
     accelerator, model = run.accelerator, run.model
     batches = run.options.gradient_accumulation_steps
 
     # Learning rate, density and dropout are functions of the step, and so is the text that is read below.
-    # A checkpoint therefore holds scores and optimizer moments, and a killed run goes on to the same bits.
+    # Therefore a checkpoint holds scores and optimizer moments, and a killed run resumes to identical bits.
     run.begin_step()
 
     total = torch.zeros((), device=accelerator.device)
@@ -50,53 +51,57 @@ def optimizer_step(run: Run) -> tuple[Tensor, float]:
             accelerator.backward(loss)
         total += loss.detach()
 
-    norm = run.clip_gradient()  # an error if it is not finite: before the step, so that no score is spoilt
+    run.clip_gradient()
     run.optimizer.step()  # the next forward makes new masks of the new scores
     run.optimizer.zero_grad()
     run.done += 1
-    return total, norm
+    return total
 
 
 def train(run: Run) -> bool:
-    """Go from where the run stands to its last step; False if a signal ended it before."""
-    losses, clock = [], Clock(run.tokens_a_step)
+    """Train to the last step. Return False if a signal ended the run before."""
+    losses, clock = [], Clock(run.tokens_per_step)
     run.model.train()
-    # The first Ctrl-C or SIGTERM is a wish, which is granted between two steps.
+    # The first Ctrl-C or SIGTERM stops the run after the current step.
     with Interruption() as interruption, run.progress_bar() as bar:
         while run.done < run.steps:
-            loss, norm = optimizer_step(run)
-            losses.append(loss)  # on its device: reading it now would make the next step wait
+            losses.append(optimizer_step(run))  # on its device: reading it now would make the next step wait
             clock.count()
             bar.update()
             if run.due("logging_steps"):
-                bar.set_postfix_str(run.log_training(losses, norm, clock.speed()))
+                bar.set_postfix_str(run.log_training(losses, clock.speed()))
                 losses.clear()
 
             with clock.stopped():  # tokens per second are those of training
-                # A look is an evaluation, and a count of the mask bits that changed since the last one.
-                improved = run.due("eval_steps") and run.look()
-                stop = interruption.agreed(run.accelerator)  # by all processes, or they would wait forever
+                # An evaluation also counts the mask bits that changed since the last one.
+                improved = run.due("eval_steps") and run.evaluate()
+                stop = interruption.agreed(
+                    run.accelerator, run.done
+                )  # by all processes, or they would wait forever
                 if stop or (run.options.save_steps and (improved or run.due("save_steps"))):
                     run.save()
             if stop and run.done < run.steps:
                 run.accelerator.print(
-                    f"interrupted after step {run.done}; go on with --resume_from_checkpoint"
+                    f"interrupted after step {run.done}; resume with --resume_from_checkpoint"
                 )
                 return False
     return True
 
 
 def find_ticket(arguments: Arguments, **options: Any) -> dict[str, Any] | None:
-    """One run from set-up to ticket; its report (empty but in the first process), None if interrupted."""
+    """Run from set-up to ticket. Return the report (empty except in the first process), or None if interrupted."""
     run = Run(arguments, **options)
-    report = run.finish() if train(run) else None
-    run.accelerator.end_training()
-    return report
+    try:
+        return run.finish() if train(run) else None
+    finally:
+        run.close()
 
 
 def main() -> int:
     arguments = parse_arguments(description=__doc__.split("\n")[0], preset=HERE / "nano.yaml")
-    disable_progress_bar()  # of loading and saving; ours tells how long it takes
+    disable_progress_bar()  # of loading and saving; the bar over all steps stays
+    if not sys.stderr.isatty():
+        disable_progress_bars()  # of reading and tokenising: a log file would hold every state of them
     try:
         report = train_and_compare(arguments, find_ticket, HERE.parent / "model_cards" / "template.md")
     except KeyboardInterrupt:
@@ -104,6 +109,8 @@ def main() -> int:
     except (SLTError, OSError, SafetensorError) as error:  # the last of these for a full disk
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()  # once: all runs of a comparison share it
     return 130 if report is None else 0  # interrupted: as a shell has it
 
 

@@ -314,3 +314,31 @@ def test_screens(browser, page, capsys, screen, width, scheme):
     with capsys.disabled():  # measured, and not to be failed by a busy machine
         numbers = [browser.text(one) for one in ("weights", "time", "speed")]
         print("\n{} weights drawn in {}. {}".format(*numbers))
+
+
+LARGE = {"n_layer": 2, "n_embd": 320, "n_head": 5, "vocab_size": 8192, "n_positions": 128, "scales": "row"}
+RULES = {
+    "edge_popup": {"law": "signed_constant", "density": 0.5},
+    "trellis": {"density": None, "states": 1024},
+}
+LONG_TASKS = (
+    "window.longest = 0; new PerformanceObserver((list) => list.getEntries().forEach((one) => "
+    "(longest = Math.max(longest, one.duration)))).observe({ entryTypes: ['longtask'] })"
+)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_ticket_of_a_megabyte_is_drawn_and_writes(browser, capsys, rule, tmp_path):
+    """Five million weights. The longest time without an answer to the visitor is measured too."""
+    model = make("scores", **LARGE, rule=rule, **RULES[rule], bos_token_id=0, eos_token_id=0, pad_token_id=0)
+    model.save_ticket(tmp_path / "ticket", encoding="entropy")
+    train_tokenizer([TEXT * 9], 320, 128).save_pretrained(tmp_path / "ticket")
+    browser.ask("Page.addScriptToEvaluateOnNewDocument", source=LONG_TASKS)
+    browser.open(write_page(tmp_path / "ticket", tmp_path / "page.html"))
+    longest = browser.run("longest")
+    assert write(browser)
+    assert not browser.errors
+    with capsys.disabled():  # measured, and not to be failed by a busy machine
+        numbers = [browser.text(one) for one in ("weights", "bytes", "time", "speed")]
+        print("\n{}: {} weights in {} bytes, drawn in {}. {}".format(rule, *numbers), end=" ")
+        print(f"Longest task while opening: {longest:.0f} ms.")

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from transformers import GPT2LMHeadModel, PreTrainedModel
 
 from hf_slt import SupermaskGPT2Config, SupermaskGPT2LMHeadModel
-from hf_slt.model.layers import SupermaskLayer
+from hf_slt.masks.modules import MaskedModule
 
 TINY = {
     "n_layer": 2,
@@ -121,7 +121,7 @@ def assert_equals_stock(found: Tensor, model: PreTrainedModel) -> None:
     """Logits that are those of stock GPT-2 with the merged weights of `model`."""
     stock = model.merge_and_unload()
     assert type(stock) is GPT2LMHeadModel
-    assert not [module for module in stock.modules() if isinstance(module, SupermaskLayer)]
+    assert not [module for module in stock.modules() if isinstance(module, MaskedModule)]
     assert_close(found, logits_of(stock), rtol=1e-5, atol=1e-5)
 
 

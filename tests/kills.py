@@ -1,4 +1,5 @@
-"""Writers killed in the middle: whatever is left must load as the ticket before or as the one after.
+"""Writers killed in the middle: whatever is left must load as the ticket before or as the one after, with its
+tokenizer and generation settings. Then a reader that loads while two processes overwrite.
 
     python -m tests.kills --count 100    # kill -9 in overwriting saves, and as many in packing
 
@@ -27,7 +28,8 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 from hf_slt import SupermaskGPT2Config, SupermaskGPT2LMHeadModel, verify_ticket
-from hf_slt.sharing.saving import rewrite_ticket
+from hf_slt.tickets import files
+from hf_slt.tickets.writing import rewrite_ticket
 
 TINY = {
     "n_layer": 1,
@@ -43,7 +45,17 @@ Write = Callable[[], Any]
 
 
 def make_model(seed: int, **changes: Any) -> SupermaskGPT2LMHeadModel:
-    return SupermaskGPT2LMHeadModel(SupermaskGPT2Config(**(TINY | {"seed": seed} | changes))).eval()
+    """A model whose generation settings tell it from others too."""
+    model = SupermaskGPT2LMHeadModel(SupermaskGPT2Config(**(TINY | {"seed": seed} | changes))).eval()
+    model.generation_config.max_new_tokens = seed
+    return model
+
+
+def save_with_tokenizer(model: Any, folder: Path, **options: Any) -> None:
+    """A ticket and a file that stands for its tokenizer, in one step."""
+    with files.staged(folder) as stage:
+        model.save_ticket(stage, **options)
+        (stage / "tokenizer.json").write_text(str(model.config.seed))
 
 
 @torch.no_grad()
@@ -52,13 +64,17 @@ def logits_of(model: Any) -> torch.Tensor:
 
 
 def loads_as(folder: Path, known: dict[str, torch.Tensor], *, ticket: bool = True) -> str:
-    """The name of the model that a folder holds, by every way in."""
+    """The name of the model that a folder holds, by every way in; its companions must be of the same model."""
     if ticket:
         verify_ticket(folder)
     found = set()
     for load in (SupermaskGPT2LMHeadModel.from_pretrained, AutoModelForCausalLM.from_pretrained):
-        logits = logits_of(load(folder))
+        model = load(folder)
+        logits = logits_of(model)
         found.add(next((name for name, one in known.items() if torch.equal(logits, one)), "neither"))
+        assert model.generation_config.max_new_tokens == model.config.seed
+        if (folder / "tokenizer.json").exists():
+            assert (folder / "tokenizer.json").read_text() == str(model.config.seed)
     assert len(found) == 1, found
     return found.pop()
 
@@ -79,6 +95,7 @@ def run_killed(write: Write, stop: int) -> bool:
 
     def run() -> None:
         patches = [mock.patch.object(os, name, dying(getattr(os, name))) for name in CHANGES]
+        patches.append(mock.patch.object(files, "swap_folders", dying(files.swap_folders)))
         for patch in patches:
             patch.start()
         write()
@@ -120,12 +137,41 @@ def kills(count: int, folder: Path, writes: list[Write], seed: int = 0) -> Itera
         yield
 
 
+def reads(count: int, folder: Path, writes: list[Write], known: dict[str, torch.Tensor]) -> Iterator[str]:
+    """What a reader finds, `count` times, while a process for each of the writes repeats it without end."""
+
+    def repeat(write: Write) -> None:
+        while True:
+            write()
+
+    context = multiprocessing.get_context("fork")
+    writers = [context.Process(target=repeat, args=(write,)) for write in writes]
+    for writer in writers:
+        writer.start()
+    try:
+        for _ in range(count):
+            try:
+                model = SupermaskGPT2LMHeadModel.from_pretrained(folder)
+                logits = logits_of(model)
+                assert model.generation_config.max_new_tokens == model.config.seed
+                yield next((name for name, one in known.items() if torch.equal(logits, one)), "neither")
+            except Exception as error:
+                yield f"{type(error).__name__}: {error}"
+    finally:
+        for writer in writers:
+            writer.kill()
+            writer.join()
+
+
 def plans(folder: Path) -> tuple[dict[str, list[Write]], dict[str, torch.Tensor]]:
     """What is written over what, and the models of it."""
     one, two = make_model(1), make_model(2, layer_norm_epsilon=1e-3)
     known = {"one": logits_of(one), "two": logits_of(two)}
     return {
-        "saves": [lambda: one.save_ticket(folder), lambda: two.save_ticket(folder, encoding="entropy")],
+        "saves": [
+            lambda: save_with_tokenizer(one, folder),
+            lambda: save_with_tokenizer(two, folder, encoding="entropy"),
+        ],
         "packing": [
             lambda: one.save_ticket(folder),
             *(
@@ -160,6 +206,9 @@ def main() -> None:
                     found[f"LOST: {error}"] += 1
             failed += found["neither"] + sum(count for key, count in found.items() if key.startswith("LOST"))
             print(f"{name}: {dict(found)}")
+        found = Counter(reads(options.count, folder, what["saves"], known))
+        failed += sum(count for key, count in found.items() if key not in known)
+        print(f"reads during overwrites: {dict(found)}")
     sys.exit(f"{failed} lost" if failed else 0)
 
 

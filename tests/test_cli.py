@@ -2,19 +2,22 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import attack
 import numpy as np
 import pytest
 import torch
 from cases import logits_of, tiny_config, train_a_little
+from plain_install import project
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import hf_slt
-from hf_slt import SupermaskGPT2LMHeadModel
+from hf_slt import SupermaskGPT2LMHeadModel, verify_ticket
 from hf_slt.cli import main
 from hf_slt.papers.curvature import BLOCKS, block_curvature
 from hf_slt.sharing.card import kept_of
@@ -74,6 +77,7 @@ def test_inspect_shows_what_the_file_holds(shelf, tmp_path):
     assert code == 0
     assert (tmp_path / "masks.png").read_bytes()[1:4] == b"PNG"
     assert header.mask_digest in out
+    assert "strict ticket (the mask keeps or drops drawn weights)" in out
     for name, entry in header.tensors.items():
         (line,) = [line for line in out.splitlines() if line.split()[:1] == [name]]
         assert f" {kept_of(header, entry) / entry.size:.4f} " in line
@@ -86,7 +90,8 @@ def test_inspect_as_json_adds_up(capsys, shelf):
     for source in (shelf / "one", shelf / "one" / "mask.safetensors"):
         _, out, _ = run(capsys, "inspect", source, "--json")
         facts = json.loads(out)
-        assert facts["config"]["seed"] == 7
+        assert facts["config"]["supermask"]["seed"] == 7
+        assert facts["kind"].startswith("strict")
         size = facts["bytes"]
         assert size["file"] == size["mask_bytes"] + size["trained_bytes"] + size["description_bytes"]
         assert size["weights"] == sum(tensor["size"] for tensor in facts["tensors"].values())
@@ -101,7 +106,8 @@ def test_verify(capsys, folder):
     data[-3000] ^= 1
     (folder / "mask.safetensors").write_bytes(data)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "seed": 8}))
+    config["supermask"]["seed"] = 8
+    (folder / "config.json").write_text(json.dumps(config))
     code, out, err = run(capsys, "verify", folder)
     assert (code, out) == (1, "")
     lines = err.splitlines()
@@ -146,7 +152,14 @@ def test_merge_writes_stock_gpt2(capsys, shelf, tmp_path):
     ticket = AutoModelForCausalLM.from_pretrained(shelf / "one")
     torch.testing.assert_close(logits_of(stock), logits_of(ticket))
     assert (tmp_path / "stock" / "tokenizer.json").exists()
-    assert run(capsys, "merge", shelf / "one", tmp_path / "stock")[0] == 0  # again in the same folder
+    (tmp_path / "stock" / "mine.txt").write_text("mine")
+    assert (
+        run(capsys, "merge", shelf / "one", tmp_path / "stock")[0] == 1
+    )  # it stays, unless that is asked for
+    assert run(capsys, "merge", shelf / "two", tmp_path / "stock", "--overwrite")[0] == 0
+    again = GPT2LMHeadModel.from_pretrained(tmp_path / "stock")
+    assert not torch.equal(logits_of(again), logits_of(stock))
+    assert (tmp_path / "stock" / "mine.txt").read_text() == "mine"
 
 
 def test_generate(capsys, shelf):
@@ -165,6 +178,48 @@ def test_generate(capsys, shelf):
     assert "64 tokens" in err
 
 
+ESCAPE = chr(27)
+
+
+def test_nothing_of_a_stranger_moves_the_terminal_or_runs(capsys, folder, monkeypatch):
+    """Names with escapes, tokens with escapes, code beside the ticket, keys of the wrong type."""
+    data = (folder / "mask.safetensors").read_bytes()
+    for change in ("tensor", "rule"):
+        table, facts, tensors = attack.take_apart(data)
+        if change == "tensor":
+            facts["tensors"][f"{ESCAPE}[2J"] = facts["tensors"].pop("wpe")
+        else:
+            facts["config"]["supermask"]["rule"] = f"![x](http://x) {ESCAPE}"
+        (folder / "mask.safetensors").write_bytes(attack.put_together(table, facts, tensors))
+        for command in ("inspect", "verify"):
+            code, out, err = run(capsys, command, folder)
+            assert code == 1
+            assert "is no name" in err
+            assert ESCAPE not in out + err
+    (folder / "mask.safetensors").write_bytes(data)
+    words = ("generate", folder, "--prompt", "w1 w2", "--max_new_tokens", "5", "--greedy")
+    before = run(capsys, *words)[1]
+    text = (folder / "tokenizer.json").read_text()
+    (folder / "tokenizer.json").write_text(re.sub(r'"w(\d+)"', r'"w\1\\u001b"', text))
+    escaped = run(capsys, *words[:2], "--prompt", f"w1{ESCAPE} w2{ESCAPE}", *words[4:])[1]
+    assert escaped == before.replace(" ", "\\x1b ").replace("\n", "\\x1b\n")
+    (folder / "tokenizer.json").write_text(text)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings |= {"auto_map": {"AutoTokenizer": ["code.Words", None]}, "tokenizer_class": "Words"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "code.py").write_text("raise SystemExit('was run')")
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked to run code"))
+    for command in (words, ("page", folder, folder / "page.html")):
+        assert run(capsys, *command)[0] in (0, 1)
+    config = json.loads((folder / "config.json").read_text())
+    for change in ({"architectures": -1}, {"auto_map": 5}):
+        (folder / "config.json").write_text(json.dumps(config | change))
+        for command in (words, ("verify", folder)):
+            code, _, err = run(capsys, *command)
+            assert code == 1
+            assert f"{next(iter(change))} {next(iter(change.values()))} is not" in err
+
+
 def test_generate_stops_at_the_last_position_and_says_so(capsys, shelf):
     words = ("generate", shelf / "one", "--prompt", "w1 " * 60, "--greedy")
     code, out, err = run(capsys, *words, "--max_new_tokens", "3")
@@ -172,6 +227,33 @@ def test_generate_stops_at_the_last_position_and_says_so(capsys, shelf):
     code, out, err = run(capsys, *words, "--max_new_tokens", "9")
     assert (code, len(out.split()), err.count("\n")) == (0, 64, 1)
     assert "at most 4 new tokens: the model has 64 positions" in err
+
+
+def test_generate_without_a_start_token(capsys, folder):
+    """It begins with end-of-text, as training does; with neither, a prompt is asked for."""
+    words = ("generate", folder, "--greedy", "--max_new_tokens", "5")
+    whole = run(capsys, *words)
+    assert whole[0] == 0
+    path = folder / "tokenizer_config.json"
+    for name in ("bos_token", "eos_token"):
+        settings = json.loads(path.read_text())
+        del settings[name]
+        path.write_text(json.dumps(settings))
+        if name == "bos_token":
+            assert run(capsys, *words) == whole
+    code, out, err = run(capsys, *words)
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert "its tokenizer has no start token to begin with; give --prompt" in err
+    assert run(capsys, *words, "--prompt", "w1")[0] == 0
+
+
+def test_a_prompt_longer_than_the_model_is_one_line(capfd, folder):
+    """Also if the tokenizer has a word to say on it, as those of a run do."""
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "model_max_length": 64}))
+    code, out, err = run(capfd, "generate", folder, "--prompt", "w1 " * 80)
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert "the prompt has 80 tokens, the model takes 63 at most; shorten it" in err
 
 
 def test_generate_with_a_tokenizer_from_elsewhere(capsys, folder, shelf):
@@ -212,7 +294,7 @@ def test_evaluate(capsys, shelf, tmp_path):
     assert out.startswith(f"loss {found['loss']:.6g}  perplexity ")
 
 
-@pytest.mark.parametrize("kind", ["ticket", "scores", "stock"])
+@pytest.mark.parametrize("kind", ["ticket", "scores", pytest.param("stock", marks=pytest.mark.exhaustive)])
 def test_curvature_of_whatever_is_saved(capsys, shelf, tmp_path, kind):
     model = {
         "ticket": lambda: AutoModelForCausalLM.from_pretrained(shelf / "one"),
@@ -230,7 +312,8 @@ def test_curvature_of_whatever_is_saved(capsys, shelf, tmp_path, kind):
     words += ["--probes", 3]
     code, out, err = run(capsys, *words, "--figure", tmp_path / "figure.png")
     assert code == 0
-    assert "curvature: 100%" in err
+    assert re.search(r"^curvature: (\d+) of \1 blocks, ", err, re.M)  # no terminal: lines, and no bar
+    assert "\r" not in err
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
     code, printed, err = run(capsys, *words, "--json", "--eigenvalues")
     assert (code, err) == (0, "")
@@ -275,7 +358,7 @@ def test_curvature_of_the_embedded_corpus_one_way(shelf):
         (["evaluate", "{tmp}/nothing"], "no such folder"),
         (["curvature", "{tmp}/nothing"], "no such folder"),
         (["evaluate", "{shelf}"], "cannot load"),
-        (["merge", "{shelf}/dense", "{tmp}/new"], "dense: not a supermask GPT-2"),
+        (["merge", "{shelf}/dense", "{tmp}/new"], "dense: not a supermask model"),
         (["generate", "{shelf}/dense", "--mask", "{shelf}/one"], "takes no --mask"),
         (["combine", "union", "{shelf}/one", "{shelf}/two", "--output", "{shelf}/one"], "another folder"),
         (["evaluate", "{shelf}/one", "--files", "{tmp}/none.txt"], "there is no file"),
@@ -285,7 +368,18 @@ def test_curvature_of_the_embedded_corpus_one_way(shelf):
         (["curvature", "{shelf}/one", "--device", "xpu"], "--device xpu cannot be used here"),
         (["curvature", "{shelf}/one", "--files", "{tmp}/none.txt"], "there is no file"),
         (["curvature", "{shelf}/one", "--block_size", "1000"], "the positions of the model"),
-        (["curvature", "{shelf}/one", "--sequences", "0"], "give at least 1"),
+        (
+            ["generate", "{shelf}/one", "--temperature", "0"],
+            "--temperature 0 is not positive; --greedy always",
+        ),
+        (["generate", "{shelf}/one", "--temperature", "nan"], "--temperature nan is not positive; --greedy"),
+        (["generate", "Hello"], "Hello: no such folder, and no name on the Hub (such as me/ticket); a text"),
+        (["generate", "Hello world?"], "a text to continue is given as --prompt 'Hello world?'"),
+        (["generate", "{shelf}/one", "--prompt", " "], "the prompt ' ' holds no token"),
+        (["merge", "{shelf}/one", "{shelf}/dense"], "dense: the folder is there and not empty; give another"),
+        (["merge", "{shelf}/one", "{shelf}/dense/config.json"], "config.json is a file, not a folder"),
+        (["merge", "{shelf}/one", "{shelf}/dense/config.json/new"], "config.json is a file, not a folder"),
+        (["pack", "{shelf}/one", "--output", "{shelf}/dense/config.json"], "is a file, not a folder; give"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )
@@ -334,6 +428,16 @@ def test_debug_shows_where_it_went_wrong(tmp_path):
         (["inspect", "x", "--jsn"], "slt inspect: unknown option --jsn; did you mean --json?"),
         (["generate", "x", "--tokens", "3"], "unknown option --tokens; did you mean --max_new_tokens?"),
         (["generate", "x", "--max-new-tokens", "many"], "--max_new_tokens: invalid int value: 'many'"),
+        (["generate", "x", "--max-new-tokens", "-3"], "--max_new_tokens: -3 is not positive; give 1 or more"),
+        (["generate", "x", "--top_k", "0"], "--top_k: 0 is not positive; give 1 or more"),
+        (
+            ["generate", "x", "Hello"],
+            "'Hello' is one word too many; a text to continue is given as --prompt 'Hello'",
+        ),
+        (["verify", "x", "Hello"], "slt verify: 'Hello' is one word too many (see"),
+        (["curvature", "x", "--probes", "0"], "--probes: 0 is not positive; give 1 or more"),
+        (["curvature", "x", "--sequences", "0"], "--sequences: 0 is not positive; give 1 or more"),
+        (["evaluate", "x", "--batch_size", "0"], "--batch_size: 0 is not positive; give 1 or more"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
@@ -350,15 +454,39 @@ def test_wrong_words_are_named_in_one_line(capsys, words, message):
 )
 def test_help_and_wrong_words_do_not_wait_for_torch(words, code):
     """As the installed script starts; what it imported by then is what it took."""
-    program = (
-        "import sys\ntry:\n    import slt_command\n    slt_command.main()\nfinally:\n    print(*sys.modules)"
-    )
-    command = [sys.executable, "-c", program, *words]
-    environment = {**os.environ, "PYTHONPATH": str(Path(hf_slt.__file__).parents[1])}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done, imported = run_and_see_imports(words)
     assert done.returncode == code
     assert "slt" in (done.stderr if code else done.stdout)
-    assert not {"torch", "transformers", "numpy", "hf_slt"} & set(done.stdout.splitlines()[-1].split())
+    assert not {"torch", "transformers", "numpy"} & imported
+
+
+def run_and_see_imports(words) -> tuple[subprocess.CompletedProcess, set[str]]:
+    """Run the installed script in a process of its own, and tell which modules it has imported."""
+    (module, function) = project()["scripts"]["slt"].split(":")
+    program = f"import sys\ntry:\n    from {module} import {function}\n    code = {function}()\n"
+    program += "finally:\n    print(*sys.modules)\nsys.exit(code)"
+    command = [sys.executable, "-c", program, *map(str, words)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(hf_slt.__file__).parents[1])}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    return done, set(done.stdout.splitlines()[-1].split())
+
+
+def test_what_reads_files_only_needs_no_torch(shelf, tmp_path):
+    """The digests of a ticket are read, and its masks compared and stored anew, without torch or transformers."""
+    for words in (
+        ["inspect", shelf / "one"],
+        ["inspect", shelf / "one" / "mask.safetensors", "--json"],
+        ["diff", shelf / "one", shelf / "two"],
+        ["pack", shelf / "one", "--encoding", "entropy", "--output", tmp_path / "packed"],
+    ):
+        done, imported = run_and_see_imports(words)
+        assert done.returncode == 0, done.stderr
+        assert "numpy" in imported
+        assert not {"torch", "transformers"} & imported, words
+    assert verify_ticket(tmp_path / "packed").encoding == "entropy"
+    done, imported = run_and_see_imports(["inspect", tmp_path / "nothing"])
+    assert done.returncode == 1
+    assert not {"torch", "transformers"} & imported
 
 
 def test_the_version(capsys):

@@ -24,10 +24,22 @@ Blocks = Mapping[tuple[str, str], Tensor]
 class AttentionHessian:
     """The Hessian of one attention layer, block by block, and the attention moments behind it.
 
-    `outer` and `functional` map every ordered pair of block names, such as ("q", "k"), to a matrix
-    whose rows run over the first block's parameters and columns over the second's, each flattened
-    row-major. `total` is their sum. M1 (L, d), M2 (L, d, d), M3 (L, d, d, d) carry a leading head axis
-    when the weights did.
+    `total` is the sum of `outer` and `functional`.
+
+    Args:
+        outer (`Blocks`):
+            The outer-product Hessian H_o. By ordered pair of block names, such as ("q", "k"), a matrix whose rows
+            run over the first block's parameters and columns over the second's, each flattened row-major.
+        functional (`Blocks`):
+            The functional Hessian H_f, in the same form.
+        M1 (`Tensor`):
+            First moments of the attention, (L, d), with a leading head axis if the weights had one.
+        M2 (`Tensor`):
+            Second moments, (L, d, d), likewise.
+        M3 (`Tensor`):
+            Third moments, (L, d, d, d), likewise.
+        blocks (`tuple[str, ...]`):
+            Names of the blocks, in their order.
     """
 
     outer: Blocks
@@ -56,7 +68,7 @@ def attention_hessian(
     temperature: float = 1.0,
     parameterization: str = "qk",
 ) -> AttentionHessian:
-    """Both parts of the Hessian of  |F - Y|^2 / (L d_out)  over an attention layer's weights.
+    """Compute both parts of the Hessian of  |F - Y|^2 / (L d_out)  over an attention layer's weights.
 
     One head, X of shape (L, d), W_Q and W_K (d, d_K), W_V (d, d_out), Y (L, d_out):
 
@@ -90,7 +102,39 @@ def attention_hessian(
     `parameterization="single"` differentiates by W_QK = W_Q W_K^T in place of its factors, as one block
     "qk": then the term with 1[a=b] is absent.
 
-    Attention that is one-hot has M2 = M3 = 0. The query then has no curvature at all:
+    Everything is computed in the dtype of X. Attention that is one-hot has M2 = M3 = 0. The query then has no
+    curvature at all, as the example shows.
+
+    Args:
+        X (`Tensor`):
+            Inputs, (L, d).
+        W_Q (`Tensor`):
+            Query weights, (d, d_K), with a leading head axis for several heads.
+        W_K (`Tensor`):
+            Key weights, (d, d_K), likewise.
+        W_V (`Tensor`):
+            Value weights, (d, d_out), or (d, d_V) with `W_O`, likewise.
+        Y (`Tensor`):
+            Targets, (L, d_out).
+        W_O (`Tensor`, *optional*):
+            Output weights, (d_V, d_out), a fourth block "o".
+        softmax (`bool`, defaults to `True`):
+            Whether attention is normalised. False is linear attention.
+        causal (`bool`, defaults to `False`):
+            Whether row i sees only rows up to i.
+        temperature (`float`, defaults to 1.0):
+            Divides the logits.
+        parameterization (`str`, defaults to `"qk"`):
+            `"qk"` for W_Q and W_K, `"single"` for their product as one block.
+
+    Returns:
+        [`AttentionHessian`]: both parts by pairs of blocks, and the moments. NumPy arrays are answered with NumPy
+        arrays.
+
+    Raises:
+        `ValueError`: for an impossible option, or shapes that do not fit.
+
+    Example:
 
     >>> _ = torch.manual_seed(0)
     >>> X, Y, W_Q, W_K, W_V = (torch.randn(4, 4, dtype=torch.float64) for _ in range(5))
@@ -100,9 +144,6 @@ def attention_hessian(
     >>> cold = attention_hessian(X, W_Q, W_K, W_V, Y, temperature=1e-4)
     >>> bool(cold.total["q", "q"].abs().max() < 1e-12)
     True
-
-    NumPy arrays are taken as well and answered with NumPy arrays; everything is computed in the dtype
-    of X.
     """
     if parameterization not in ("qk", "single"):
         raise ValueError(f'parameterization={parameterization!r}: give "qk" or "single"')
@@ -183,7 +224,23 @@ def attention_hessian(
 
 
 def to_score_space(block: Tensor, weight: Tensor, weight_right: Tensor | None = None) -> Tensor:
-    """diag(w) H diag(w'): a block over weights becomes a block over straight-through scores.
+    """Compute diag(w) H diag(w'): a block over weights becomes a block over straight-through scores.
+
+    Args:
+        block (`Tensor`):
+            A block of a Hessian over weights.
+        weight (`Tensor`):
+            The frozen weights of its rows.
+        weight_right (`Tensor`, *optional*):
+            The frozen weights of its columns. Default: those of its rows.
+
+    Returns:
+        `Tensor`: the block over scores.
+
+    Raises:
+        `ValueError`: if the shapes do not fit.
+
+    Example:
 
     >>> H = torch.tensor([[2.0, 1.0], [1.0, 2.0]])
     >>> to_score_space(H, torch.tensor([3.0, -3.0])).tolist()   # the spectrum of H, times 9
@@ -202,7 +259,7 @@ def to_score_space(block: Tensor, weight: Tensor, weight_right: Tensor | None = 
 def _moments(
     X: Tensor, W_Q: Tensor, W_K: Tensor, s: float, softmax: bool, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The moments of X's rows under the attention, heads first; without softmax, what takes their place."""
+    """Compute the moments of X's rows under the attention, heads first; without softmax, what takes their place."""
     L, d = X.shape
     T = s * torch.einsum("ip,hpa,hta,jt->hij", X, W_Q, W_K, X)
     seen = torch.ones(L, L, dtype=torch.bool, device=X.device)

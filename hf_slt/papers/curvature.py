@@ -25,12 +25,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from tqdm.auto import tqdm
 
-from ..model.layers import SupermaskLayer
+from ..about import require_packages
+from ..masks.modules import masked_parameters
+from ..progress import progress_bar
 from .curvature_operators import CurvatureOperator, estimate_norms, extreme_eigenvalues
 
 if TYPE_CHECKING:
@@ -43,11 +45,31 @@ BLOCKS = ("q", "k", "v", "o", "fc", "proj", "embedding")
 
 @dataclass(frozen=True)
 class BlockCurvature:
-    """Curvature of the mean token loss along one block of weights (or of their scores).
+    """Curvature of the mean token loss along one block of weights, or of their scores.
 
-    `norm`, `norm_outer`, `norm_functional` are Frobenius norms of H, H_o and H_f; `trace` and
-    `trace_outer` of H and H_o, NaN where the parts were not asked for; `smallest` and `largest` the
-    extreme eigenvalues of H, None where they were not. `layer` is None for the embedding.
+    Args:
+        layer (`int` or `None`):
+            Number of the layer; None for the embedding.
+        block (`str`):
+            Name of the block.
+        space (`str`):
+            `"weight"` or `"score"`.
+        size (`int`):
+            Number of weights.
+        norm (`float`):
+            Frobenius norm of H.
+        norm_outer (`float`):
+            Frobenius norm of H_o; NaN where the parts were not asked for.
+        norm_functional (`float`):
+            Frobenius norm of H_f; NaN where the parts were not asked for.
+        trace (`float`):
+            Trace of H.
+        trace_outer (`float`):
+            Trace of H_o; NaN where the parts were not asked for.
+        smallest (`float`, *optional*):
+            Smallest eigenvalue of H; None where eigenvalues were not asked for.
+        largest (`float`, *optional*):
+            Largest eigenvalue of H; None where eigenvalues were not asked for.
     """
 
     layer: int | None
@@ -89,37 +111,63 @@ def block_curvature(
     dtype: torch.dtype | None = None,
     progress: bool = False,
 ) -> list[BlockCurvature]:
-    """Norms, traces and extreme eigenvalues of the diagonal Hessian blocks, one row per layer and block.
+    """Measure norms, traces and extreme eigenvalues of the diagonal Hessian blocks, one row per layer and block.
 
-    `model` is a `SupermaskGPT2LMHeadModel` in either state or a stock `GPT2LMHeadModel`; it is not
-    changed. `batches` is one batch or several: token ids (batch, length), or a mapping with
-    `input_ids` and, as usual, `attention_mask` and `labels` (-100 is not counted). The loss is the mean
-    cross-entropy over all predicted tokens, in eval mode.
+    The loss is the mean cross-entropy over all predicted tokens, in eval mode. H_o is the Gauss-Newton matrix and
+    H_f = H - H_o. No matrix is formed: products of H and H_o with `probes` vectors per block estimate norms and
+    traces, most of them spent on the few directions that dominate (as in Hutch++), the rest on Rademacher vectors
+    orthogonal to these. A block with no more entries than `probes` is computed exactly. Eigenvalues are Lanczos'
+    (SciPy's `eigsh`).
 
-    Memory: a copy of the model, about twelve times the block's weights for a product (twenty while
-    Lanczos runs), and several times the activations of one batch; give several small ones where that is
-    too much. A single batch is faster: one pass through the model serves all products. The embedding is the
-    largest block.
+    Memory: a copy of the model, about twelve times the block's weights for a product (twenty while Lanczos runs), and
+    several times the activations of one batch; give several small ones where that is too much. A single batch is
+    faster: one pass through the model serves all products. The embedding is the largest block.
 
-    Blocks: "q", "k", "v" (columns of the fused `c_attn`), "o" (attention output), "fc", "proj" (MLP),
-    "embedding" (the token table, tied or not). `space="score"` measures diag(w) H diag(w), w the frozen
-    weight before its mask; blocks that have no scores are left out. Edge-popup ranks |score|, and its
-    sign would only conjugate H by +-1: norms, traces and eigenvalues are the same.
+    Args:
+        model (`PreTrainedModel`):
+            A [`SupermaskGPT2LMHeadModel`] in either state, or a stock `GPT2LMHeadModel`. It is not changed.
+        batches (`Batch` or `Iterable[Batch]`):
+            One batch or several: token ids (batch, length), or a mapping with `input_ids` and, as usual,
+            `attention_mask` and `labels` (-100 is not counted).
+        blocks (`Sequence[str]`, defaults to `BLOCKS`):
+            Which blocks: "q", "k", "v" (columns of the fused `c_attn`), "o" (attention output), "fc", "proj"
+            (MLP), "embedding" (the token table, tied or not).
+        space (`str`, defaults to `"weight"`):
+            `"weight"`, or `"score"` for diag(w) H diag(w), w the frozen weight before its mask; blocks that have
+            no scores are left out. Edge-popup ranks |score|, and its sign would only conjugate H by +-1: norms,
+            traces and eigenvalues are the same.
+        probes (`int`, defaults to 20):
+            Vectors per block.
+        seed (`int`, defaults to 0):
+            Seed of the vectors.
+        layers (`Sequence[int]`, *optional*):
+            Numbers of the layers to measure. Default: all.
+        layer_norm (`str`, defaults to `"keep"`):
+            `"keep"`, or `"remove"` to measure the same weights without LayerNorm.
+        qk_factor (`float`, defaults to 1.0):
+            Multiplies query and key weights first.
+        parts (`bool`, defaults to `True`):
+            Whether to measure H_o and H_f too. Without them all probes serve H.
+        eigenvalues (`bool`, defaults to `True`):
+            Whether to compute the extreme eigenvalues, which is most of the time.
+        dtype (`torch.dtype`, *optional*):
+            Type to compute in. Default: that of the model.
+        progress (`bool`, defaults to `False`):
+            Whether to show a bar.
 
-    H_o is the Gauss-Newton matrix and H_f = H - H_o. No matrix is formed: products of H and H_o with
-    `probes` vectors per block estimate norms and traces, most of them spent on the few directions that
-    dominate (as in Hutch++), the rest on Rademacher vectors orthogonal to these. A block with no more entries
-    than `probes` is computed exactly. Eigenvalues are Lanczos' (SciPy's `eigsh`).
+    Returns:
+        `list[BlockCurvature]`: one row per layer and block.
 
-    `layer_norm="remove"` measures the same weights without LayerNorm; `qk_factor` multiplies query and
-    key weights first; `dtype=torch.float64` computes in double; `layers` selects some. Without `parts`
-    only H is measured, and all probes serve it; without `eigenvalues` no Lanczos is run, which is most of the
-    time.
+    Raises:
+        `ValueError`: for an impossible option.
+        [`SLTError`]: if eigenvalues are wanted and SciPy is not installed.
     """
     if space not in ("weight", "score"):
         raise ValueError(f'space={space!r}: give "weight" or "score"')
     if probes < 1:
         raise ValueError(f"probes={probes}: give at least 1")
+    if eigenvalues:
+        require_packages("eigenvalues", "scipy", extra="curvature")
     plain = _PlainModel(model, batches, layer_norm=layer_norm, qk_factor=qk_factor, dtype=dtype)
     if space == "score" and not plain.frozen_layers:
         raise ValueError(
@@ -127,7 +175,9 @@ def block_curvature(
             'use space="weight", or the supermask model before merge_and_unload()'
         )
     rows = []
-    for place in tqdm(list(plain.places(blocks, layers, space)), "curvature", disable=not progress):
+    for place in progress_bar(
+        list(plain.places(blocks, layers, space)), "curvature", disable=not progress, unit="block"
+    ):
         operator = plain.operator(place, space)
         held = plain.size // operator.size  # vectors of a block: about a model's worth
         generator = torch.Generator().manual_seed(seed)
@@ -172,13 +222,14 @@ class _PlainModel:
                 "SupermaskGPT2LMHeadModel or a GPT2LMHeadModel"
             )
         self.config = model.config
-        masked = {path: m for path, m in model.named_modules() if isinstance(m, SupermaskLayer)}
-        # Copied with plain layers in the places of masked ones: scores and caches are large, too.
-        self.model = copy.deepcopy(model, {id(layer): _PlainLayer(layer) for layer in masked.values()}).eval()
+        # A ticket has ordinary weights; so has a stock model.
+        given: Any = model
+        self.model = (given.to_ticket() if hasattr(model, "to_ticket") else copy.deepcopy(given)).eval()
         # Fused attention cannot be differentiated twice.
         self.model.set_attn_implementation("eager")
-        # Of the model given: they can draw their weights.
-        self.frozen_layers = {path: layer for path, layer in masked.items() if layer.kind == "masked"}
+        self.frozen_layers = {
+            path: plan for path, _, name, plan in masked_parameters(model) if name == "weight"
+        }
         self.qk_factor = qk_factor
         if layer_norm == "remove":
             for path, module in list(self.model.named_modules()):
@@ -230,17 +281,16 @@ class _PlainModel:
             if block in inside
         ]
         if "embedding" in blocks:
-            path = (
-                "transformer.wte.rows" if getattr(self.config, "embedding_rank", None) else "transformer.wte"
-            )
-            found.append(_Place(None, "embedding", path, slice(None)))
+            found.append(_Place(None, "embedding", "transformer.wte", slice(None)))
         return (place for place in found if space == "weight" or place.path in self.frozen_layers)
 
     def operator(self, place: _Place, space: str) -> CurvatureOperator:
         """Products with H and H_o of the mean token loss over one block."""
         step = None
         if space == "score":  # a unit of score adds the frozen weight before its mask
-            drawn = torch.from_numpy(self.frozen_layers[place.path].drawn_weight()[:, place.columns])
+            plan = self.frozen_layers[place.path]
+            whole = np.concatenate([tensor.draw() for tensor in plan.tensors], plan.axis)
+            drawn = torch.from_numpy(whole[:, place.columns])
             factor = self.qk_factor if place.block in ("q", "k") else 1.0
             step = factor * drawn.to(self.device, self.dtype).reshape(-1)
         block = self.model.get_parameter(f"{place.path}.weight")[:, place.columns]
@@ -250,7 +300,7 @@ class _PlainModel:
         return CurvatureOperator(batches, block, step)
 
     def logits(self, place: _Place, arguments: dict[str, Any], rows: Tensor, block: Tensor) -> Tensor:
-        """The model as a function of one block of its weights: logits at the positions `rows`."""
+        """Return the model as a function of one block of its weights: logits at the positions `rows`."""
         name = f"{place.path}.weight"
         weight = self.model.get_parameter(name)
         start, stop, _ = place.columns.indices(weight.shape[1])
@@ -266,23 +316,8 @@ class _PlainModel:
         return max(1, min(8, of_logits, of_block))
 
 
-class _PlainLayer(nn.Module):
-    """A masked layer as it computes now, its masked weight an ordinary parameter."""
-
-    def __init__(self, layer: SupermaskLayer) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(layer.masked_weight().detach().clone(), requires_grad=False)
-        self.is_table = getattr(layer, "is_table", isinstance(layer, nn.Embedding))  # the first if ternary
-        self.is_head = not (layer.inputs_first or self.is_table)
-
-    def forward(self, input: Tensor, unembed: bool = False) -> Tensor:
-        if self.is_head or unembed:
-            return nn.functional.linear(input, self.weight)
-        return nn.functional.embedding(input, self.weight) if self.is_table else input @ self.weight
-
-
 def _prediction_batch(batch: Batch, device: torch.device) -> tuple[dict[str, Any], Tensor, Tensor]:
-    """The model's arguments, the flat positions that predict something, and what they predict."""
+    """Return the model's arguments, the flat positions that predict something, and what they predict."""
     batch = {"input_ids": batch} if isinstance(batch, Tensor) else batch
     names = [name for name in ("input_ids", "attention_mask", "labels") if batch.get(name) is not None]
     given = {name: batch[name].to(device) for name in names}

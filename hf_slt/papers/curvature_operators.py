@@ -29,11 +29,19 @@ Logits = Callable[[Tensor], Tensor]  # block of weights -> a row of logits for e
 class CurvatureOperator:
     """H, and H_o beside it, of the mean cross-entropy over one block of weights, row-major.
 
-    `batches` holds the logits of each batch, as a function of the block, and their targets. Given `step`
-    w it is diag(w) H diag(w), the Hessian over straight-through scores of frozen weights w. Both factors
-    are applied outside of differentiation, which would keep more copies of the block.
-
     What was recorded of a lone batch is held for all products. Of several batches nothing is.
+
+    Args:
+        batches (`Sequence[tuple[Logits, Tensor]]`):
+            For each batch, its logits as a function of the block, and its targets.
+        block (`Tensor`):
+            The weights of the block.
+        step (`Tensor`, *optional*):
+            Frozen weights w. If given, the operator is diag(w) H diag(w), the Hessian over straight-through
+            scores. Both factors are applied outside of differentiation, which would keep more copies of the
+            block.
+
+    Example:
 
     >>> batch = lambda block: block, torch.tensor([0])  # one target; the block itself is its logits
     >>> CurvatureOperator([batch], torch.zeros(1, 2)) @ torch.eye(2)  # diag(p) - p p^T, p = 1/2
@@ -54,7 +62,15 @@ class CurvatureOperator:
         return self._products(vectors, outer=False)[0]
 
     def with_outer(self, vectors: Tensor) -> list[Tensor]:
-        """H and H_o of the same."""
+        """Multiply vectors by H and by H_o.
+
+        Args:
+            vectors (`Tensor`):
+                Vectors as columns, (size, number).
+
+        Returns:
+            `list[Tensor]`: both products.
+        """
         return self._products(vectors, outer=True)
 
     @torch.no_grad()  # else products would be recorded, too
@@ -98,13 +114,28 @@ def estimate_norms(
     most: int,
     chunk: int,
 ) -> dict[str, float]:
-    """Frobenius norms and traces of H, H_o and H - H_o from products with `probes` vectors.
+    """Estimate Frobenius norms and traces of H, H_o and H - H_o from products with random vectors.
 
     |A|^2 = |A Q|^2 + |A (I - QQ^T)|^2 for orthonormal Q. Q spans what H and H_o make of a few random
     vectors, which catches the dominant eigenvectors; the second term is Hutchinson's estimate. The
     same vectors go through H and H_o, so that H_f is measured and not a difference of two estimates.
-    Without `outer` all probes serve H, and the rest of the answer is NaN. `most` limits the vectors of Q,
-    `chunk` those that go through the model together.
+
+    Args:
+        operator ([`CurvatureOperator`]):
+            The operator.
+        probes (`int`):
+            Number of vectors.
+        generator (`torch.Generator`):
+            Source of the random vectors.
+        outer (`bool`):
+            Whether to measure H_o. Without it all probes serve H, and the rest of the answer is NaN.
+        most (`int`):
+            Largest number of vectors of Q.
+        chunk (`int`):
+            Vectors that go through the model together.
+
+    Returns:
+        `dict[str, float]`: norms and traces by name.
     """
     size, device, dtype = operator.size, operator.device, operator.dtype
 
@@ -154,16 +185,25 @@ def estimate_norms(
 def extreme_eigenvalues(
     hessian: CurvatureOperator, norm: float, generator: torch.Generator, width: int
 ) -> tuple[float, float]:
-    """Smallest and largest eigenvalue, each to 1e-5 of the spectrum's width in double, 1e-4 in single.
+    """Compute the smallest and the largest eigenvalue, each to 1e-5 of the spectrum's width in double, 1e-4 in single.
 
-    `norm` is about that of H, `width` the number of vectors that Lanczos may hold.
+    Args:
+        hessian ([`CurvatureOperator`]):
+            The operator.
+        norm (`float`):
+            About the norm of H.
+        generator (`torch.Generator`):
+            Source of the first vector.
+        width (`int`):
+            Number of vectors that Lanczos may hold.
+
+    Returns:
+        `tuple[float, float]`: smallest and largest eigenvalue.
+
+    Raises:
+        `ImportError`: if SciPy is missing.
     """
-    try:
-        from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
-    except ImportError as error:
-        raise ImportError(
-            'eigenvalues need SciPy: pip install "hf_slt[curvature]", or leave them out (eigenvalues=False)'
-        ) from error
+    from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
 
     size, device, dtype = hessian.size, hessian.device, hessian.dtype
     if norm == 0:

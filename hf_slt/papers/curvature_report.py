@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from ..about import require_packages
 from ..sharing.plots import _figure, _save
-from ..text.blocks import BlockPacker, pack
-from ..text.corpus import CorpusArguments, load_documents, read_files
+from ..text.blocks import pack_beginning
+from ..text.corpus import read_files
 from ..text.evaluation import check_vocabulary, load_model
+from ..text.splits import embedded_validation
 from .curvature import Batch, BlockCurvature, block_curvature
 
 if TYPE_CHECKING:
@@ -26,7 +28,15 @@ if TYPE_CHECKING:
 
 
 def value_to_query(rows: Iterable[BlockCurvature]) -> dict[int, float]:
-    """Per layer, the norm of the value block over that of the query block: 1 is even, as with LayerNorm."""
+    """Compute, per layer, the norm of the value block over that of the query block: 1 is even, as with LayerNorm.
+
+    Args:
+        rows (`Iterable[BlockCurvature]`):
+            What `block_curvature` returned.
+
+    Returns:
+        `dict[int, float]`: the ratio by layer.
+    """
     norms = {(row.layer, row.block): row.norm for row in rows}
     return {
         layer: norms[layer, "v"] / norms[layer, "q"] if norms[layer, "q"] else math.inf
@@ -48,23 +58,49 @@ def measure_saved(
     dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> dict[str, list[BlockCurvature]]:
-    """The report of a saved GPT-2 on text: a ticket, a checkpoint with scores, or stock GPT-2.
+    """Measure the curvature of a saved GPT-2 on text: of a ticket, a checkpoint with scores, or stock GPT-2.
 
-    The text is that of `files`, else the validation part of the embedded corpus: its first `sequences`
-    blocks of `block_size` tokens (64, or fewer where the model has fewer positions). `layer_norm` is
-    "keep", "remove" or "both"; `options` are those of `block_curvature`.
+    Args:
+        name (`str`):
+            Folder or Hub name of the model.
+        files (`Sequence[str]`, *optional*):
+            Files of text. Default: the validation part of the embedded corpus.
+        text_column (`str`, defaults to `"text"`):
+            Column of the text in files that have columns.
+        tokenizer (`str`, *optional*):
+            Folder or Hub name of the tokenizer. Default: that of the model.
+        sequences (`int`, defaults to 4):
+            Number of blocks, the first of the text.
+        block_size (`int`, *optional*):
+            Tokens in a block. Default: 64, or fewer if the model has fewer positions.
+        layer_norm (`str`, defaults to `"both"`):
+            `"keep"`, `"remove"` or `"both"`.
+        device (`str`, defaults to `"cpu"`):
+            Device to compute on.
+        dtype (`torch.dtype`, defaults to `torch.float32`):
+            Type to compute in.
+        options:
+            Those of `block_curvature`.
+
+    Returns:
+        `dict[str, list[BlockCurvature]]`: rows of `block_curvature` by label, as in `curvature_report`.
+
+    Raises:
+        `ValueError`: for an impossible option.
     """
     if layer_norm not in ("keep", "remove", "both"):
         raise ValueError(f'layer_norm={layer_norm!r}: give "keep", "remove" or "both"')
     if sequences < 1:
         raise ValueError(f"sequences={sequences}: give at least 1")
-    documents = read_files(files, text_column) if files else load_documents(CorpusArguments())[1]
+    if options.get("eigenvalues"):  # before text and model are read
+        require_packages("eigenvalues", "scipy", extra="curvature")
+    texts = read_files(files, text_column) if files else embedded_validation()
     model, words = load_model(name, tokenizer, dtype=dtype)
     positions = getattr(model.config, "max_position_embeddings", 64)
     length = min(64, positions) if block_size is None else block_size
     if not 2 <= length <= positions:
         raise ValueError(f"block_size {length} is not in 2..{positions}, the positions of the model")
-    blocks = pack(BlockPacker(documents, words, length), "given", sequences).array
+    blocks = np.asarray(pack_beginning(texts, words, length, sequences).array)
     check_vocabulary(blocks.max(), model.config.vocab_size)
     ways = ("keep", "remove") if layer_norm == "both" else (layer_norm,)
     batch = torch.from_numpy(blocks.astype(np.int64))
@@ -78,7 +114,21 @@ def curvature_report(
     layer_norm: Sequence[str] = ("keep", "remove"),
     **options: Any,
 ) -> dict[str, list[BlockCurvature]]:
-    """`block_curvature` with and without LayerNorm, by label; only the latter for a model that has none."""
+    """Run `block_curvature` with and without LayerNorm; only the latter for a model that has none.
+
+    Args:
+        model (`PreTrainedModel`):
+            A GPT-2, see `block_curvature`.
+        batches (`Batch` or `Iterable[Batch]`):
+            One batch or several, see `block_curvature`.
+        layer_norm (`Sequence[str]`, defaults to `("keep", "remove")`):
+            Which of `"keep"` and `"remove"`.
+        options:
+            Other options of `block_curvature`.
+
+    Returns:
+        `dict[str, list[BlockCurvature]]`: rows by label, `"LayerNorm"` and `"no LayerNorm"`.
+    """
     names = {"keep": "LayerNorm", "remove": "no LayerNorm"}
     if not getattr(model.config, "layer_norm", True):
         layer_norm = ["remove"]
@@ -86,7 +136,15 @@ def curvature_report(
 
 
 def report_facts(report: Mapping[str, Sequence[BlockCurvature]]) -> dict[str, Any]:
-    """A report for JSON: a record per setting, layer and block, and value to query per setting and layer."""
+    """Turn a report into what JSON can hold: records of all blocks, and value to query by setting and layer.
+
+    Args:
+        report (`Mapping[str, Sequence[BlockCurvature]]`):
+            What `curvature_report` returned.
+
+    Returns:
+        `dict[str, Any]`: `blocks` and `value_to_query`.
+    """
     ratios = {
         label: {at: ratio if math.isfinite(ratio) else None for at, ratio in value_to_query(rows).items()}
         for label, rows in report.items()
@@ -95,12 +153,29 @@ def report_facts(report: Mapping[str, Sequence[BlockCurvature]]) -> dict[str, An
 
 
 def report_records(report: Mapping[str, Sequence[BlockCurvature]]) -> list[dict[str, Any]]:
-    """A report as plain records, one per label, layer and block, for JSON."""
+    """Turn a report into plain records, one per label, layer and block.
+
+    Args:
+        report (`Mapping[str, Sequence[BlockCurvature]]`):
+            What `curvature_report` returned.
+
+    Returns:
+        `list[dict[str, Any]]`: the records.
+    """
     return [{"setting": label, **asdict(row)} for label, rows in report.items() for row in rows]
 
 
 def format_report(report: Mapping[str, Sequence[BlockCurvature]]) -> str:
-    """Layers by blocks as text: Frobenius norms of H, and value to query.
+    """Write a report as text, layers by blocks: Frobenius norms of H, and value to query.
+
+    Args:
+        report (`Mapping[str, Sequence[BlockCurvature]]`):
+            What `curvature_report` returned.
+
+    Returns:
+        `str`: the text.
+
+    Example:
 
     >>> row = BlockCurvature(0, "q", "weight", 4, 0.02, 0.01, 0.01, 0.0, 0.0)
     >>> print(format_report({"LayerNorm": [row]}))
@@ -128,14 +203,26 @@ def format_report(report: Mapping[str, Sequence[BlockCurvature]]) -> str:
 def plot_report(
     report: Mapping[str, Sequence[BlockCurvature]], path: str | os.PathLike, *, title: str | None = None
 ) -> None:
-    """Draw a report: layers by blocks, norms on one log colour scale, value to query at the side."""
+    """Draw a report: layers by blocks, norms on one log colour scale, value to query at the side.
+
+    Args:
+        report (`Mapping[str, Sequence[BlockCurvature]]`):
+            What `curvature_report` returned.
+        path (`str` or `os.PathLike`):
+            The picture to write.
+        title (`str`, *optional*):
+            Title of the figure.
+
+    Raises:
+        `ValueError`: if no block has any curvature.
+    """
+    from matplotlib.colors import LogNorm  # slow to import
+
     norms = [row.norm for rows in report.values() for row in rows if row.norm > 0]
     if not norms:
         raise ValueError("nothing to draw: no block has any curvature")
     deepest = max(len({row.layer for row in rows}) for rows in report.values())
-    figure = _figure(1.5 + 5.2 * len(report), 1.6 + 0.45 * deepest, "curvature")
-    from matplotlib.colors import LogNorm  # here, after what names the extra that brings it
-
+    figure = _figure(1.5 + 5.2 * len(report), 1.6 + 0.45 * deepest)
     colours = LogNorm(min(norms), max(max(norms), 1.001 * min(norms)))
     axes = figure.subplots(1, len(report), squeeze=False)[0]
     for axis, (label, rows) in zip(axes, report.items(), strict=True):

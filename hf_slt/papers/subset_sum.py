@@ -31,12 +31,28 @@ class Subset(NamedTuple):
 
 
 def best_subset(values: np.ndarray, target: np.ndarray | float, *, core: int = 40) -> Subset:
-    """The subset of `values` (last axis) whose sum is nearest to `target`; leading axes are a batch.
+    """Find the subset of `values` (last axis) whose sum is nearest to `target`; leading axes are a batch.
 
     Exact for up to `core` values, by meeting in the middle: 2^(n/2) sums of either half, sorted. Beyond
     that the large values are placed greedily, and the `core` smallest exactly; each of three more rounds
     (for problems with slack above 1e-8) frees `core` values at random and places those exactly, so the
     error never grows. Deterministic. Time and memory grow like 2^(core/2).
+
+    Args:
+        values (`np.ndarray`):
+            Values to choose from, (..., n).
+        target (`np.ndarray` or `float`):
+            What the sums should be, one per leading index.
+        core (`int`, defaults to 40):
+            How many values are placed exactly.
+
+    Returns:
+        [`Subset`]: mask and error of each subset.
+
+    Raises:
+        `ValueError`: for a scalar, values that are not finite, or a core below 1.
+
+    Example:
 
     >>> best_subset(np.array([0.5, -0.2, 0.9]), 0.25).mask.tolist()
     [True, True, False]
@@ -75,7 +91,7 @@ def _error(v: np.ndarray, mask: np.ndarray, t: np.ndarray) -> np.ndarray:
 
 
 def _out_of_reach(v: np.ndarray, t: np.ndarray) -> np.ndarray:
-    """How far the target lies outside [sum of negatives, sum of positives]: no subset is nearer."""
+    """Return how far the target lies outside [sum of negatives, sum of positives]: no subset is nearer."""
     above = t - np.where(v > 0, v, 0).sum(axis=1)
     below = np.where(v < 0, v, 0).sum(axis=1) - t
     return np.maximum(0.0, np.maximum(above, below))
@@ -154,13 +170,31 @@ class Pruned(NamedTuple):
 def prune_to_match(
     W: np.ndarray, W1: np.ndarray, W2: np.ndarray, *, construction: Construction = "proof", core: int = 40
 ) -> Pruned:
-    """Masks with (W1 * mask1) @ (W2 * mask2) ~ W: Lemma 4.
+    """Find masks with (W1 * mask1) @ (W2 * mask2) ~ W: Lemma 4.
 
     `"proof"` gives input i the i-th run of n // d1 units, as the proof does. `"balanced"` departs from
     it twice. Units belong to the shorter side of W (to outputs when d2 < d1), so each subset sum has
     n / min(d1, d2) values in place of n / d1. And units are not dealt out in runs: the input whose
     targets are farthest from its reach takes the free unit that brings them nearest, because at small n
     what fails is reach, not resolution.
+
+    Args:
+        W (`np.ndarray`):
+            The target, (d1, d2).
+        W1 (`np.ndarray`):
+            Random weights, (d1, n).
+        W2 (`np.ndarray`):
+            Random weights, (n, d2).
+        construction (`Construction`, defaults to `"proof"`):
+            `"proof"` or `"balanced"`.
+        core (`int`, defaults to 40):
+            How many values of a subset sum are placed exactly.
+
+    Returns:
+        [`Pruned`]: both masks, and the error of each entry of the product.
+
+    Raises:
+        `ValueError`: for an unknown construction, or shapes that do not fit.
     """
     W, W1, W2 = (np.asarray(a, dtype=np.float64) for a in (W, W1, W2))
     _check(W, W1, W2, construction)
@@ -181,12 +215,32 @@ def prune_relu_to_match(
     construction: Construction = "proof",
     core: int = 40,
 ) -> Pruned:
-    """Masks with relu(x @ (W1 * mask1)) @ (W2 * mask2) ~ relu(x) @ positive + relu(-x) @ negative.
+    """Find masks with relu(x @ (W1 * mask1)) @ (W2 * mask2) ~ relu(x) @ positive + relu(-x) @ negative.
 
     That form, one function of one variable per input and output, is all that single-input ReLU units
     can express: a linear map W is (W, -W); W after a ReLU is (W, 0). A unit whose kept weight is
     positive sees relu(x_i), one whose kept weight is negative sees relu(-x_i), so each input owns two
     groups of units. A group with nothing to express (a zero row) gets no unit under `"balanced"`.
+
+    Args:
+        positive (`np.ndarray`):
+            What multiplies relu(x), (d1, d2).
+        negative (`np.ndarray`):
+            What multiplies relu(-x), (d1, d2).
+        W1 (`np.ndarray`):
+            Random weights, (d1, n).
+        W2 (`np.ndarray`):
+            Random weights, (n, d2).
+        construction (`Construction`, defaults to `"proof"`):
+            `"proof"` or `"balanced"`.
+        core (`int`, defaults to 40):
+            How many values of a subset sum are placed exactly.
+
+    Returns:
+        [`Pruned`]: both masks, and the error of each entry of `positive` and `negative`.
+
+    Raises:
+        `ValueError`: for an unknown construction, or shapes that do not fit.
     """
     positive, negative, W1, W2 = (np.asarray(a, dtype=np.float64) for a in (positive, negative, W1, W2))
     if positive.shape != negative.shape:
@@ -215,13 +269,13 @@ def _check(W: np.ndarray, W1: np.ndarray, W2: np.ndarray, construction: str) -> 
 
 
 def _runs(groups: int, n: int) -> np.ndarray:
-    """The group that owns each of n units, in equal runs; -1 for the few left over."""
+    """Return the group that owns each of n units, in equal runs; -1 for the few left over."""
     per = n // groups
     return np.concatenate([np.repeat(np.arange(groups), per), np.full(n - groups * per, -1)])
 
 
 def _draft(gains: np.ndarray, W2: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """The group that owns each of n units, -1 for none: the group worst off chooses next.
+    """Return the group that owns each of n units, -1 for none: the group worst off chooses next.
 
     Worst off is who cannot yet reach its targets, then who has fewest units. gains (G, n), W2 (n, d2),
     targets (G, d2); reach is what a group's terms of the right sign add up to.

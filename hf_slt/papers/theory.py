@@ -24,16 +24,33 @@ import numpy as np
 from .subset_sum import Construction, prune_relu_to_match, prune_to_match
 
 if TYPE_CHECKING:
-    from ..model.configuration_supermask_gpt2 import SupermaskGPT2Config
-    from ..model.modeling_supermask_gpt2 import SupermaskGPT2Attention, SupermaskGPT2LMHeadModel
+    from ..models.gpt2 import FreeWidthAttention, SupermaskGPT2Config, SupermaskGPT2LMHeadModel
 
 
 # -- bounds ----------------------------------------------------------------------------------------
 
 
 def softmax_bound(logit_error: float, alpha: float, d1: int) -> float:
-    """Lemma 5: with |x_i| <= alpha and every logit off by at most `logit_error` <= 1/2, the attention
-    average softmax(logits) @ X moves by at most 4 sqrt(d1) alpha logit_error, for any length and mask.
+    """Compute the bound of Lemma 5 on how far an attention average can move.
+
+    With |x_i| <= alpha and every logit off by at most `logit_error` <= 1/2, the attention average
+    softmax(logits) @ X moves by at most 4 sqrt(d1) alpha logit_error, for any length and mask.
+
+    Args:
+        logit_error (`float`):
+            Largest error of a logit.
+        alpha (`float`):
+            Bound on the norm of the inputs.
+        d1 (`int`):
+            Width of the inputs.
+
+    Returns:
+        `float`: the bound.
+
+    Raises:
+        `ValueError`: for an error that is not between 0 and 1/2.
+
+    Example:
 
     >>> softmax_bound(0.1, alpha=1.0, d1=4)
     0.8
@@ -44,11 +61,23 @@ def softmax_bound(logit_error: float, alpha: float, d1: int) -> float:
 
 
 def tight_softmax_bound(logit_error: float, alpha: float) -> float:
-    """The sharp form of Lemma 5, for any error: 2 alpha tanh(logit_error / 2), free of d1.
+    """Compute the sharp form of Lemma 5, for any error: 2 alpha tanh(logit_error / 2), free of d1.
 
     Factors of each probability lie in [exp(-e), exp(e)] before normalising; the two-token case with
     half the mass on each side is the worst, and moves tanh(e / 2) of the mass across, over a distance
     of at most 2 alpha.
+
+    Args:
+        logit_error (`float`):
+            Largest error of a logit.
+        alpha (`float`):
+            Bound on the norm of the inputs.
+
+    Returns:
+        `float`: the bound.
+
+    Raises:
+        `ValueError`: for a negative error.
     """
     if logit_error < 0:
         raise ValueError(f"logit_error={logit_error} must not be negative")
@@ -72,13 +101,32 @@ CONSTANT = 5.0
 def required_width(
     eps: float, d1: int, d2: int, heads: int = 1, alpha: float | None = None, *, constant: float = CONSTANT
 ) -> tuple[int, int]:
-    """Theorem 3: the widths (n_qk, n_v) at which masks with error <= eps exist with probability >= 1 - eps.
+    """Compute the widths at which masks with error <= eps exist with probability >= 1 - eps: Theorem 3.
 
-    n_qk >= C d1 log(8 H alpha^3 d1^(3/2) / eps),  n_v >= C d1 log(2 H alpha d1 sqrt(d2) / eps)
+        n_qk >= C d1 log(8 H alpha^3 d1^(3/2) / eps),  n_v >= C d1 log(2 H alpha d1 sqrt(d2) / eps)
 
     The theorem only says that some C exists; `estimate_constant` measures it, and the default holds for
-    both constructions. alpha, the bound on the inputs' norm, defaults to the least the theorem allows,
-    sqrt(max(d1, d2)).
+    both constructions.
+
+    Args:
+        eps (`float`):
+            The error, which is also a probability.
+        d1 (`int`):
+            Width of the inputs.
+        d2 (`int`):
+            Width of the outputs.
+        heads (`int`, defaults to 1):
+            Number of heads, H.
+        alpha (`float`, *optional*):
+            Bound on the norm of the inputs. Default: the least that the theorem allows, sqrt(max(d1, d2)).
+        constant (`float`, defaults to `CONSTANT`):
+            The constant C.
+
+    Returns:
+        `tuple[int, int]`: n_qk and n_v.
+
+    Raises:
+        `ValueError`: if eps is not between 0 and 1, or alpha too small.
     """
     least = math.sqrt(max(d1, d2))
     if not 0 < eps < 1:
@@ -90,7 +138,16 @@ def required_width(
 
 
 def achieved_eps(errors: np.ndarray) -> float:
-    """The least eps such that at most a fraction eps of the measured errors exceeds eps.
+    """Compute the least eps such that at most a fraction eps of the measured errors exceeds eps.
+
+    Args:
+        errors (`np.ndarray`):
+            Measured errors.
+
+    Returns:
+        `float`: eps.
+
+    Example:
 
     >>> achieved_eps(np.array([0.01] * 95 + [3.0] * 5))
     0.05
@@ -103,7 +160,28 @@ def achieved_eps(errors: np.ndarray) -> float:
 def estimate_constant(
     widths: list[int], errors: np.ndarray, d1: int, d2: int, heads: int = 1, alpha: float | None = None
 ) -> float:
-    """The least C for which Theorem 3 agrees with measured errors (widths, sources), n_qk = n_v = width."""
+    """Compute the least C for which Theorem 3 agrees with measured errors, where n_qk = n_v = width.
+
+    Args:
+        widths (`list[int]`):
+            Widths that were measured.
+        errors (`np.ndarray`):
+            Errors, (widths, sources).
+        d1 (`int`):
+            Width of the inputs.
+        d2 (`int`):
+            Width of the outputs.
+        heads (`int`, defaults to 1):
+            Number of heads.
+        alpha (`float`, *optional*):
+            Bound on the norm of the inputs, as in `required_width`.
+
+    Returns:
+        `float`: the constant.
+
+    Raises:
+        `ValueError`: for a width whose error is larger than the theorem speaks of.
+    """
     found = 0.0
     for n, row in zip(widths, errors, strict=True):
         eps = achieved_eps(row)
@@ -119,7 +197,18 @@ def estimate_constant(
 
 @dataclass(frozen=True)
 class TargetAttention:
-    """Multi-head attention: sum over heads of softmax(x W_Q W_K^T x^T / sqrt(d_k)) x W_V W_O."""
+    """Multi-head attention: sum over heads of softmax(x W_Q W_K^T x^T / sqrt(d_k)) x W_V W_O.
+
+    Args:
+        query (`np.ndarray`):
+            Query weights, (heads, d1, d_k).
+        key (`np.ndarray`):
+            Key weights, (heads, d1, d_k).
+        value (`np.ndarray`):
+            Value weights, (heads, d1, d_v).
+        output (`np.ndarray`):
+            Output weights, (heads, d_v, d2).
+    """
 
     query: np.ndarray  # (heads, d1, d_k)
     key: np.ndarray  # (heads, d1, d_k)
@@ -145,7 +234,7 @@ class TargetAttention:
         return self.value.astype(np.float64) @ self.output
 
     def __call__(self, x: np.ndarray, allowed: np.ndarray | None = None) -> np.ndarray:
-        """From x (..., T, d1) to (..., T, d2); `allowed` (..., T, T) is True where a row may see a column."""
+        """Compute (..., T, d2) from x (..., T, d1); `allowed` (..., T, T) is True where a row may see a column."""
         out = np.zeros((*x.shape[:-1], self.output.shape[2]))
         for qk, vo in zip(self.qk, self.vo, strict=True):
             share = x @ qk @ np.swapaxes(x, -1, -2)  # (..., T, T), and in place from here: T may be 8192
@@ -159,7 +248,16 @@ class TargetAttention:
 
 @dataclass(frozen=True)
 class TargetBlock:
-    """h = x + attention(x);  h + relu(h @ c_fc) @ c_proj."""
+    """A block of a transformer: h = x + attention(x);  h + relu(h @ c_fc) @ c_proj.
+
+    Args:
+        attention ([`TargetAttention`]):
+            The attention.
+        c_fc (`np.ndarray`):
+            First matrix of the MLP, (d, m).
+        c_proj (`np.ndarray`):
+            Second matrix of the MLP, (m, d).
+    """
 
     attention: TargetAttention
     c_fc: np.ndarray  # (d, m)
@@ -172,14 +270,31 @@ class TargetBlock:
 
 @dataclass(frozen=True)
 class TargetTransformer:
-    """A causal GPT-2 without LayerNorm and biases, with ReLU and tied embeddings."""
+    """A causal GPT-2 without LayerNorm and biases, with ReLU and tied embeddings.
+
+    Args:
+        wte (`np.ndarray`):
+            Token table, (vocabulary, d).
+        wpe (`np.ndarray`):
+            Position table, (positions, d).
+        blocks (`tuple[TargetBlock, ...]`):
+            The blocks.
+    """
 
     wte: np.ndarray  # (vocabulary, d)
     wpe: np.ndarray  # (positions, d)
     blocks: tuple[TargetBlock, ...]
 
     def hidden(self, x: np.ndarray) -> np.ndarray:
-        """The blocks alone: x (..., T, d) with positions already added."""
+        """Run the blocks alone.
+
+        Args:
+            x (`np.ndarray`):
+                Inputs (..., T, d) with positions already added.
+
+        Returns:
+            `np.ndarray`: outputs, in the same shape.
+        """
         allowed = np.tri(x.shape[-2], dtype=bool)
         for block in self.blocks:
             x = block(x, allowed)
@@ -192,7 +307,18 @@ class TargetTransformer:
 
     @classmethod
     def from_gpt2(cls, model) -> TargetTransformer:
-        """The weights of a stock GPT2Model or GPT2LMHeadModel whose ln_1, ln_2 and ln_f are nn.Identity."""
+        """Take the weights of a stock GPT-2 whose ln_1, ln_2 and ln_f are nn.Identity.
+
+        Args:
+            model:
+                A `GPT2Model` or `GPT2LMHeadModel`.
+
+        Returns:
+            [`TargetTransformer`]: the target.
+
+        Raises:
+            `ValueError`: for a structure that the construction does not have.
+        """
         base = getattr(model, "transformer", model)
         config = base.config
         if (activation := config.activation_function) != "relu":
@@ -224,7 +350,20 @@ class TargetTransformer:
 
 @dataclass(frozen=True)
 class ApproximateAttention:
-    """Masks that make the attention of a `SupermaskGPT2Model` compute the target."""
+    """Masks that make the attention of a `SupermaskGPT2Model` compute the target.
+
+    Args:
+        target ([`TargetAttention`]):
+            The attention to be computed.
+        config ([`SupermaskGPT2Config`]):
+            Configuration of the source.
+        masks (`dict[str, np.ndarray]`):
+            Masks by tensor name, as in a ticket.
+        qk_error (`np.ndarray`):
+            Error of the product of query and key weights, (heads, d1, d1), source minus target.
+        vo_error (`np.ndarray`):
+            Error of the product of value and output weights, (heads, d1, d2), source minus target.
+    """
 
     target: TargetAttention
     config: SupermaskGPT2Config
@@ -233,31 +372,53 @@ class ApproximateAttention:
     vo_error: np.ndarray  # (heads, d1, d2)
 
     def bound(self, alpha: float) -> float:
-        """What no output can be off by, for inputs with |x_i| <= alpha, any length and any attention mask.
+        """Compute what no output can be off by, for inputs with |x_i| <= alpha, any length and any attention mask.
 
         Per head, in spectral norms:  2 alpha tanh(e / 2) |W_VO| + alpha |vo_error|,  e = alpha^2 |qk_error|.
+
+        Args:
+            alpha (`float`):
+                Bound on the norm of the inputs.
+
+        Returns:
+            `float`: the bound.
         """
         matrices = (self.qk_error, self.vo_error, self.target.vo)
         norms = np.stack([np.linalg.norm(heads, 2, axis=(1, 2)) for heads in matrices], axis=1).tolist()
         return sum(tight_softmax_bound(alpha**2 * qk, alpha) * W + alpha * vo for qk, vo, W in norms)
 
-    def layer(self) -> SupermaskGPT2Attention:
-        """The library's attention layer with these masks, in float64 (the weights are float32 draws)."""
-        from ..model.modeling_supermask_gpt2 import SupermaskGPT2Model
+    def layer(self) -> FreeWidthAttention:
+        """Build the library's attention layer with these masks, in float64 (the weights are float32 draws).
+
+        Returns:
+            [`FreeWidthAttention`]: the layer.
+        """
+        from ..models.gpt2 import SupermaskGPT2Model
 
         return SupermaskGPT2Model.from_mask_arrays(self.config, self.masks).double().h[0].attn
 
     def __call__(self, x: np.ndarray, allowed: np.ndarray | None = None) -> np.ndarray:
-        """As the target, computed by `layer()`: x (..., T, d1), allowed (..., T, T), to (..., T, d2)."""
+        """Compute what the target computes, by `layer()`: x (..., T, d1), allowed (..., T, T), to (..., T, d2)."""
         return run_attention(self.layer(), x, self.target.output.shape[2], allowed)
 
 
 def run_attention(
-    layer: SupermaskGPT2Attention, x: np.ndarray, d2: int, allowed: np.ndarray | None = None
+    layer: FreeWidthAttention, x: np.ndarray, d2: int, allowed: np.ndarray | None = None
 ) -> np.ndarray:
     """Run x (..., T, d1) through an attention layer that may be wider, to (..., T, d2).
 
-    `allowed` as for the target; without it, all see all.
+    Args:
+        layer ([`FreeWidthAttention`]):
+            The layer.
+        x (`np.ndarray`):
+            Inputs, (..., T, d1).
+        d2 (`int`):
+            Width of the outputs.
+        allowed (`np.ndarray`, *optional*):
+            Which positions see which, as for the target. Default: all see all.
+
+    Returns:
+        `np.ndarray`: outputs, (..., T, d2).
     """
     import torch
 
@@ -285,8 +446,26 @@ def approximate_attention(
 ) -> ApproximateAttention:
     """Prune the random attention of this seed and these head widths down to the target (Theorem 3).
 
-    Needs n_qk, n_v >= d1. The source has the target's heads and width max(d1, d2); what the target
-    lacks of it is pruned. A `qk_scale` other than "paper" shows what the scale is for.
+    The source has the target's heads and width max(d1, d2); what the target lacks of it is pruned.
+
+    Args:
+        target ([`TargetAttention`]):
+            The attention to be computed.
+        n_qk (`int`):
+            Width of a query and key per head of the source, at least d1.
+        n_v (`int`):
+            Width of a value per head of the source, at least d1.
+        seed (`int`):
+            Seed of the source.
+        construction (`Construction`, defaults to `"proof"`):
+            `"proof"` or `"balanced"`, see `prune_to_match`.
+        qk_scale (`float` or `str`, defaults to `"paper"`):
+            Factor on query and key weights. One other than `"paper"` shows what the scale is for.
+        core (`int`, defaults to 40):
+            How many values of a subset sum are placed exactly.
+
+    Returns:
+        [`ApproximateAttention`]: masks and errors.
     """
     heads, d1, _ = target.query.shape
     d2 = target.output.shape[2]
@@ -300,7 +479,18 @@ def approximate_attention(
 
 @dataclass(frozen=True)
 class ApproximateTransformer:
-    """Masks and (trained) embeddings of a supermask GPT-2 that computes the target."""
+    """Masks and (trained) embeddings of a supermask GPT-2 that computes the target.
+
+    Args:
+        target ([`TargetTransformer`]):
+            The transformer to be computed.
+        config ([`SupermaskGPT2Config`]):
+            Configuration of the source.
+        masks (`dict[str, np.ndarray]`):
+            Masks by tensor name, as in a ticket.
+        error (`float`):
+            The largest entry of all matrix errors.
+    """
 
     target: TargetTransformer
     config: SupermaskGPT2Config
@@ -308,18 +498,21 @@ class ApproximateTransformer:
     error: float  # the largest entry of all matrix errors
 
     def model(self) -> SupermaskGPT2LMHeadModel:
-        """A ticket in memory, ready for `save_ticket`; float32."""
-        import torch
+        """Build a ticket in memory, in float32, ready for `save_ticket`.
 
-        from ..model.modeling_supermask_gpt2 import SupermaskGPT2LMHeadModel
+        Returns:
+            [`SupermaskGPT2LMHeadModel`]: the ticket.
+        """
+        from ..models.gpt2 import SupermaskGPT2LMHeadModel
 
         model = SupermaskGPT2LMHeadModel.from_mask_arrays(self.config, self.masks)
         d = self.target.wte.shape[1]
-        with torch.no_grad():
-            for name in ("wte", "wpe"):
-                weight = getattr(model.transformer, name).weight
-                weight.zero_()  # scratch coordinates start at zero and are not read by the tied head
-                weight[:, :d] = torch.from_numpy(getattr(self.target, name))
+        for name in ("wte", "wpe"):
+            # Scratch coordinates start at zero and are not read by the tied head.
+            table = np.zeros(self.config.shape_of(name), np.float32)
+            table[:, :d] = getattr(self.target, name)
+            model.ticket_arrays[name] = table
+        model.fill_parameters()
         return model
 
 
@@ -344,10 +537,33 @@ def approximate_transformer(
         source block 2b      h = x + attention(x);  s = h @ c_fc     s into the scratch coordinates
         source block 2b + 1  h + relu(s) @ c_proj                    its attention is pruned to nothing
 
-    `scratch="fresh"` gives every target block m coordinates of its own, width d + blocks * m.
-    `"cleared"` reuses the same m (width d + m): the second block also subtracts s from itself, which
-    takes units for the negative parts too and so about doubles the n_inner needed. Embeddings are the
-    target's own, carried by `embedding="trained"`. Needs n_qk, n_v >= d and n_inner >= 2 max(d, m).
+    Embeddings are the target's own, carried by `embedding="trained"`.
+
+    Args:
+        target ([`TargetTransformer`]):
+            The transformer to be computed, of width d with MLPs of width m.
+        n_qk (`int`):
+            Width of a query and key per head of the source, at least d.
+        n_v (`int`):
+            Width of a value per head of the source, at least d.
+        n_inner (`int`):
+            Width of the MLPs of the source, at least 2 max(d, m).
+        seed (`int`):
+            Seed of the source.
+        construction (`Construction`, defaults to `"proof"`):
+            `"proof"` or `"balanced"`, see `prune_to_match`.
+        scratch (`Literal['fresh', 'cleared']`, defaults to `"fresh"`):
+            `"fresh"` gives every target block m coordinates of its own, width d + blocks * m. `"cleared"` reuses
+            the same m (width d + m): the second block also subtracts s from itself, which takes units for the
+            negative parts too and so about doubles the n_inner needed.
+        core (`int`, defaults to 40):
+            How many values of a subset sum are placed exactly.
+
+    Returns:
+        [`ApproximateTransformer`]: masks and the largest error.
+
+    Raises:
+        `ValueError`: for an unknown `scratch`, or widths that are too small.
     """
     if scratch not in ("fresh", "cleared"):
         raise ValueError(f"scratch={scratch!r}: choose 'fresh' or 'cleared'")
@@ -384,12 +600,11 @@ class _Source:
     """A random supermask GPT-2 of which nothing is kept, until its blocks are pruned to match targets."""
 
     def __init__(self, construction: Construction, core: int, **options: Any) -> None:
-        from ..model.configuration_supermask_gpt2 import SupermaskGPT2Config
+        from ..models.gpt2 import SupermaskGPT2Config
 
-        self.config = SupermaskGPT2Config(
-            law="uniform", layer_norm=False, activation_function="relu", bos_token_id=None, eos_token_id=None,
-            attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0, **options,
-        )  # fmt: skip
+        options |= {"law": "uniform", "layer_norm": False, "activation_function": "relu"}
+        options |= dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
+        self.config = SupermaskGPT2Config(**options, bos_token_id=None, eos_token_id=None)
         masked = [name for name in self.config.tensor_names() if self.config.kind_of(name) == "masked"]
         self.masks = {name: np.zeros(self.config.shape_of(name), dtype=bool) for name in masked}
         self.how: dict[str, Any] = {"construction": construction, "core": core}

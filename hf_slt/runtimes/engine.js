@@ -1,13 +1,16 @@
 // A ticket in plain JavaScript: read it, draw its weights, check every digest, compute, sample, tokenise.
 //
-//   weight = drawn(seed, name, index) * factors[code] * scale       as hf_slt/model computes it, bit for bit
+//   weight = drawn(seed, name, index) * factors[code] * scale       as hf_slt/weights computes it, bit for bit
+//   weight = drawn(seed, name, state) * scale                       of a trellis: codes are a path through its states
 //
-// The format and the generator are specified in docs/format.md, hf_slt/model/random_weights.py, codes.py and
-// quantisation.py, and hf_slt/sharing/entropy.py. Nothing here knows of a page: it runs in Node as well.
+// The format and the generator are specified in docs/format.md, hf_slt/weights/random_weights.py, codes.py and
+// quantisation.py, and hf_slt/tickets/entropy.py. Nothing here knows of a page: it runs in Node as well.
 const SLT = (() => {
   "use strict";
   const GENERATOR = "philox4x64-10/1";
   const TABLE_DIGEST = "e826a52cdd8f495d8df125d4853240931f5e58f5898454d43d5ebdc48025652a";
+  const VERSIONS = [1, 2, 3]; // of the format; before 3 the options stand flat in the configuration
+  const INFLATED = 16; // times its own length: the longest text that a deflated header may stand for
   const CHUNK = 1 << 16; // weights drawn, or bytes digested, between two pauses
   const utf8 = new TextEncoder();
   const sum = (numbers) => numbers.reduce((total, one) => total + one, 0);
@@ -363,9 +366,18 @@ const SLT = (() => {
 
   const fromBase64 = (text) => Uint8Array.from(atob(text.trim()), (one) => one.charCodeAt(0));
 
-  async function inflate(bytes) {
-    const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
-    return new TextDecoder().decode(await new Response(stream).arrayBuffer());
+  // The text of a zlib stream; an error if it is longer than `most` bytes.
+  async function inflate(bytes, most = Infinity) {
+    const reader = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate")).getReader(), parts = [];
+    for (let size = 0; ;) {
+      const { done, value } = await reader.read();
+      if (done) return new TextDecoder().decode(await new Blob(parts).arrayBuffer());
+      if ((size += value.length) > most) {
+        await reader.cancel();
+        throw Error(`a deflated text is longer than ${most} bytes`);
+      }
+      parts.push(value);
+    }
   }
 
   // What a file holds of a tensor, in order: [key, type, how many numbers].
@@ -385,12 +397,16 @@ const SLT = (() => {
     const table = JSON.parse(new TextDecoder("utf-8", { fatal: true }).decode(bytes.subarray(8, 8 + length)));
     const metadata = table.__metadata__;
     delete table.__metadata__;
+    if (metadata.format !== "pt" || `${Object.keys(metadata).sort()}` !== "format,hf_slt,hf_slt_sha256") {
+      throw Error("the metadata are not those that hf_slt writes");
+    }
     const plain = metadata.hf_slt.startsWith("{");
-    const text = plain ? metadata.hf_slt : await inflate(fromBase64(metadata.hf_slt));
+    const text = plain ? metadata.hf_slt : await inflate(fromBase64(metadata.hf_slt), INFLATED * metadata.hf_slt.length);
     const found = sha256(text), told = metadata.hf_slt_sha256;
-    if (found !== told || metadata.format !== "pt") return { found, told };
+    if (found !== told) return { found, told };
     const header = JSON.parse(text);
-    header.seed = text.match(/"seed":\s*(\d+)/)[1]; // as text: a number of 64 bits is more than JSON.parse holds
+    const options = text.slice(Math.max(0, text.indexOf(`"supermask":`)));
+    header.seed = options.match(/"seed":\s*(\d+)/)[1]; // as text: a number of 64 bits is more than JSON.parse holds
     let end = 0;
     const parts = {};
     for (const [key, one] of Object.entries(table).sort((a, b) => a[1].data_offsets[0] - b[1].data_offsets[0])) {
@@ -425,7 +441,10 @@ const SLT = (() => {
   }
 
   async function readTensors(ticket, { header, parts }, check, pause) {
-    const config = { factors: [0, 1], search: 1, frozen_density: null, ...header.config };
+    const version = header.format_version, { supermask, ...stock } = header.config;
+    if (!VERSIONS.includes(version)) throw Error(`this ticket has format version ${version}; this page reads ${VERSIONS[0]} to ${VERSIONS.at(-1)}; make the page again with a newer hf_slt`);
+    if ((version < 3) !== (supermask === undefined)) throw Error(`options in a place that version ${version} has not`);
+    const config = { factors: [0, 1], search: 1, frozen_density: null, ...stock, ...supermask };
     Object.assign(ticket, { config, header, seed: header.seed });
     if (config.weight_generator !== GENERATOR) throw Error(`weights of ${config.weight_generator}, unknown here`);
     const entries = Object.entries(header.tensors).map(([name, entry]) => {
@@ -433,6 +452,7 @@ const SLT = (() => {
       const counts = entry.counts ?? (entry.kept == null ? null : [size - entry.kept, entry.kept]); // of version 1
       return [name, { ...entry, size, counts }];
     }).sort((a, b) => (a[0] < b[0] ? -1 : 1));
+    compareShapes(config, entries);
     const coded = header.encoding === "entropy";
     let codes = {};
     if (coded) {
@@ -475,13 +495,62 @@ const SLT = (() => {
       }
       if (entry.law != null) {
         const begin = performance.now();
-        tensor.drawn = await draw(ticket.seed, name, entry.shape, entry.law, entry.scale, pause);
+        let drawn = null;
+        if (config.state_bits && entry.counts) { // a table of numbers, here in units of their law, times that unit
+          const wide = entry.law === "xavier_uniform", shape = [2 ** config.state_bits, 1], law = wide ? "uniform" : entry.law;
+          const unit = wide ? entry.scale * Math.sqrt(6 / (entry.shape[0] + entry.shape[1])) : entry.scale;
+          drawn = await draw(ticket.seed, name, shape, law, unit, pause);
+          tensor.table = await draw(ticket.seed, name, shape, law, 1, pause);
+          tensor.drawn = new Float32Array(entry.size).fill(unit);
+        } else drawn = tensor.drawn = await draw(ticket.seed, name, entry.shape, entry.law, entry.scale, pause);
         ticket.drawing += performance.now() - begin;
-        await check(name, "weights have", entry.weight_sha256, await digest(tensor.drawn, pause));
+        await check(name, "weights have", entry.weight_sha256, await digest(drawn, pause));
       }
     }
     const all = sha256(digests.map(([name, one]) => `${name} ${one}\n`).join(""));
     await check("all masks", "list has", header.mask_digest, all);
+  }
+
+  // Throws unless the tensors are those that a GPT-2 of this configuration has.
+  function compareShapes(config, entries) {
+    const { n_layer: layers, n_embd: width, n_head: heads, vocab_size: rows, layer_norm: norm } = config;
+    if (![layers, width, heads, rows, config.n_positions].every((one) => Number.isInteger(one) && one > 0)) {
+      throw Error("the configuration names no sizes");
+    }
+    if (layers > entries.length) throw Error(`${layers} layers of ${entries.length} tensors`);
+    const qk = heads * (config.n_qk ?? width / heads), v = heads * (config.n_v ?? width / heads);
+    const inner = config.n_inner ?? 4 * width, rank = config.embedding_rank;
+    const wanted = rank ? { "wte.rows": [rows, rank], "wte.basis": [rank, width] } : { wte: [rows, width] };
+    wanted.wpe = [config.n_positions, width];
+    for (let layer = 0; layer < layers; layer++) {
+      const inside = {
+        "attn.c_attn.query": [width, qk], "attn.c_attn.key": [width, qk], "attn.c_attn.value": [width, v],
+        "attn.c_proj": [v, width], "mlp.c_fc": [width, inner], "mlp.c_proj": [inner, width],
+      };
+      if (norm === "trained") Object.assign(inside, { ln_1: [1, width], ln_2: [1, width] });
+      for (const name in inside) wanted[`h.${layer}.${name}`] = inside[name];
+    }
+    if (norm === "trained") wanted.ln_f = [1, width];
+    const extra = { lm_head: [rows, width], score: [null, width], head_bias: [1, rows] };
+    const found = Object.fromEntries(entries), base = (name) => name.replace(/\.scale$/, "");
+    for (const name in wanted) if (!found[name]) throw Error(`${name} is missing`);
+    const language = /LMHeadModel$/.test(config.architectures?.[0] ?? "");
+    if (language && !config.tie_word_embeddings !== Boolean(found.lm_head)) {
+      throw Error(`a head that is ${found.lm_head ? "there" : "missing"}, against tie_word_embeddings`);
+    }
+    if (language && Boolean(config.head_bias) !== Boolean(found.head_bias)) throw Error("a head_bias against the configuration");
+    for (const [name, { shape, counts }] of entries) {
+      let right = wanted[name] ?? extra[name];
+      if (name.endsWith(".scale")) {
+        const of = found[base(name)], tall = base(name).startsWith("h.") || base(name) === "wte.basis";
+        right = of && [1, config.scales === "tensor" ? 1 : tall ? of.shape[1] : of.shape[0]];
+      }
+      if (!right || shape.length !== 2 || right.some((one, i) => one !== null && one !== shape[i])) {
+        throw Error(`${name} has the shape ${shape}, the configuration says ${right ?? "nothing of it"}`);
+      }
+      if (counts && (config.scales ?? "none") !== "none" && !found[name + ".scale"]) throw Error(`${name}.scale is missing`);
+      if (counts && counts.length !== config.factors.length) throw Error(`${name} has codes of other factors`);
+    }
   }
 
   function values(entry, [codes, scales]) { // trained values in float32
@@ -511,6 +580,19 @@ const SLT = (() => {
   function factors(tensor, codes, table) {
     if (!codes) return null;
     const found = new Float32Array(tensor.size);
+    if (tensor.table) { // the number at each state, in units of the law; a state is the last codes of its row
+      const [rows, columns] = tensor.shape, down = tensor.input_axes[0] === 0, bits = planes(table.length);
+      const [outputs, inputs, step, next] = down ? [columns, rows, columns, 1] : [rows, columns, 1, columns];
+      for (let output = 0; output < outputs; output++) {
+        let state = 0; // before the first weight of a row comes its last
+        for (let i = -inputs; i < inputs; i++) {
+          const at = output * next + (i < 0 ? i + inputs : i) * step;
+          state = ((state << bits) | codes[at]) & (tensor.table.length - 1);
+          if (i >= 0) found[at] = tensor.table[state];
+        }
+      }
+      return found;
+    }
     for (let i = 0, next = 0; i < found.length; i++) {
       const kind = tensor.pattern ? tensor.pattern[i] : 2;
       found[i] = kind === 2 ? table[codes[next++]] : kind;
@@ -565,6 +647,7 @@ const SLT = (() => {
       this.v = config.n_v ?? width / heads;
       this.positions = config.n_positions;
       this.act = ACTIVATIONS[config.activation_function];
+      if (!this.act) throw Error(`activation_function ${config.activation_function}, unknown here`);
       this.table = config.factors;
       const floats = (n) => new Float64Array(n); // as JavaScript computes; only weights are shorter
       this.x = floats(width); this.normed = floats(width); this.out = floats(width);
@@ -583,8 +666,7 @@ const SLT = (() => {
       for (const tensor of Object.values(this.ticket.tensors)) {
         if (tensor.shape[0] === 1 && !tensor.law) continue; // scales, gains, biases
         codes[tensor.name] = tensor.codes && seed !== null ? shuffled(tensor, seed) : tensor.codes;
-        matrices[tensor.name] = this.matrix(tensor, codes[tensor.name]);
-        await pause();
+        matrices[tensor.name] = await this.matrix(tensor, codes[tensor.name], pause);
       }
       if (turn !== this.turn) return false;
       Object.assign(this, { codes, matrices });
@@ -606,18 +688,20 @@ const SLT = (() => {
       return scales[scales.length > 1 ? output : 0];
     }
 
-    matrix(tensor, codes) {
+    async matrix(tensor, codes, pause) {
       const found = factors(tensor, codes, this.table), [rows, columns] = tensor.shape;
       const source = tensor.drawn ?? tensor.values, inside = tensor.name.startsWith("h.");
-      const scaled = this.ticket.tensors[tensor.name + ".scale"], weights = new Float32Array(tensor.size);
+      const scales = this.ticket.tensors[tensor.name + ".scale"]?.values ?? [1], weights = new Float32Array(tensor.size);
+      const [down, across] = scales.length > 1 ? (inside ? [0, 1] : [1, 0]) : [0, 0]; // one scale per output
       for (let row = 0, i = 0; row < rows; row++) {
         for (let column = 0; column < columns; column++, i++) {
-          let one = source[i];
-          if (found) one = Math.fround(one * found[i]);
-          if (scaled) one *= this.scaleOf(tensor, i);
-          weights[inside ? column * rows + row : i] = one; // inside a block inputs come first; here outputs do
+          const one = found ? Math.fround(source[i] * found[i]) : source[i];
+          // inside a block inputs come first; here outputs do
+          weights[inside ? column * rows + row : i] = one * scales[row * down + column * across];
         }
+        if (row % 64 === 63) await pause();
       }
+      await pause();
       return { weights, inputs: inside ? rows : columns };
     }
 
@@ -728,7 +812,8 @@ const SLT = (() => {
       for (let i = 0, made = 0; i < merges.length; i += 2) {
         const text = tokens[merges[i]] + tokens[merges[i + 1]];
         if (!this.ids.has(text)) {
-          while (tokens[made] !== null) made++;
+          while (made < tokens.length && tokens[made] !== null) made++;
+          if (made === tokens.length) throw Error("merges make more tokens than there are ids for");
           tokens[made] = text;
           this.ids.set(text, made);
         }

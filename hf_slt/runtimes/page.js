@@ -94,13 +94,26 @@
     $("time").textContent = `${(ticket.drawing / 1000).toFixed(2)} s`;
     if (!ticket.config) return;
     const trained = (test) => tensors.some((one) => one.values && test(one.name));
-    const learned = ["a mask"];
+    const learned = [ticket.config.state_bits ? "which number each weight is" : "a mask"];
     if (trained((name) => /^(wte|wpe|lm_head)$/.test(name))) learned.push("its embeddings");
     if (trained((name) => /scale$|ln_|head_bias/.test(name))) learned.push("a few scales");
     const what = new Intl.ListFormat("en").format(learned);
-    $("lead").textContent = `This page is a language model with ${show(weights)} weights that were never trained. ` +
-      `It has just drawn them from the seed ${ticket.seed}. All that was learned is ${what}, ` +
-      `${show(ticket.bytes)} bytes, and it is inside this page.`;
+    const table = ticket.config.factors, path = ticket.config.state_bits;
+    const strict = path || table.every((one) => one === 0 || one === 1), signs = Math.min(...table) >= 0;
+    // Where all weights are +c or -c and the mask chooses the sign too, nothing is left of the seed.
+    const free = !strict && !signs && drawn.every((one) => one.law === "signed_constant" && one.codes && !one.pattern);
+    const name = { 2: "binary", 3: "ternary" }[table.length] ?? `${table.length}-level`;
+    const kind = path ? `This page is a language model with ${show(weights)} weights, each of them one of ${show(2 ** path)} numbers ` +
+        `that it has just drawn for its tensor from the seed ${ticket.seed}; no number was trained. `
+      : signs && !strict ? `This page is a language model with ${show(weights)} weights. It has just drawn them from the seed ` +
+        `${ticket.seed}; the mask multiplies each by one of ${table.join(", ")}. `
+      : strict ? `This page is a language model with ${show(weights)} weights that were never trained. ` +
+        `It has just drawn them from the seed ${ticket.seed}. `
+      : free ? `This page is a ${name} language model: the mask sets the sign of each of its ${show(weights)} weights, ` +
+        `so the seed ${ticket.seed}, from which they were drawn, carries nothing. `
+      : `This page is a language model with ${show(weights)} weights. It has just drawn their sizes from the seed ` +
+        `${ticket.seed}; the mask sets their signs. `;
+    $("lead").textContent = `${kind}All that was learned is ${what}, ${show(ticket.bytes)} bytes, and it is inside this page.`;
   }
 
   // -- text ------------------------------------------------------------------------------------------
@@ -224,7 +237,9 @@
     const own = (hanging = {}), table = model.table, gallery = document.createDocumentFragment(), groups = {};
     readColours();
     const plain = `${table}` === "0,1";
-    $("legend").textContent = (plain ? "Points are weights that the mask keeps."
+    $("legend").textContent = (ticket.config.state_bits
+      ? "Each weight is one of the numbers that were drawn for its tensor: the stronger a point, the larger; orange is negative."
+      : plain ? "Points are weights that the mask keeps."
       : `The mask multiplies each weight by one of ${table.join(", ")}: the stronger a point, the larger; orange turns the sign.`) +
       " Under the lens, blue weights are positive, orange ones negative, pale ones dropped: click one, or use the arrow keys.";
     const masked = Object.values(ticket.tensors).filter((one) => one.codes);
@@ -284,7 +299,7 @@
     whole.lineWidth = Math.max(1, Math.min(3, $("whole").width / 64));
     whole.strokeRect(left * right, top * down, Math.max(4, CELLS * right), Math.max(4, CELLS * down));
     lens.clearRect(0, 0, $("lens").width, $("lens").height);
-    const largest = Math.max(...model.table.map(Math.abs)) * (tensor.law === "normal" ? 2.5 : 1);
+    const largest = (tensor.table ? 1 : Math.max(...model.table.map(Math.abs))) * (tensor.law === "normal" ? 2.5 : 1);
     const unit = tensor.law === "xavier_uniform" ? Math.sqrt(6 / (rows + columns)) * tensor.scale : tensor.scale;
     for (let j = 0; j < Math.min(CELLS, tall); j++) {
       for (let i = 0; i < Math.min(CELLS, wide); i++) {
@@ -300,9 +315,9 @@
     lens.strokeRect((x - left) * size + 1, (y - top) * size + 1, size - 2, size - 2);
     const one = model.weight(tensor, found, row * columns + column, codes[row * columns + column]);
     const minus = (text) => `${text}`.replace("-", "−"), number = (value) => minus(value.toPrecision(4));
-    const how = one.code >= 0 ? `code ${one.code} stands for the factor ${minus(one.factor)}` : one.factor ? "kept for good, not searched" : "dropped for good, not searched";
+    const how = tensor.table ? `the path, here with code ${one.code}, chooses ${number(one.factor)} of the drawn numbers` : one.code >= 0 ? `code ${one.code} stands for the factor ${minus(one.factor)}` : one.factor ? "kept for good, not searched" : "dropped for good, not searched";
     const scaled = one.scale === 1 ? "" : `; the learned scale is ${number(one.scale)}`;
-    $("cell").textContent = `Row ${row}, column ${column}: drawn ${number(one.drawn)}; ${how}${scaled}; the weight is ${number(one.weight)}.`;
+    $("cell").textContent = `Row ${row}, column ${column}: ${tensor.table ? "unit" : "drawn"} ${number(one.drawn)}; ${how}${scaled}; the weight is ${number(one.weight)}.`;
     $("row").value = row;
     $("column").value = column;
     $("lens").setAttribute("aria-label", `Weights around row ${row}, column ${column}; the arrow keys move`);

@@ -17,9 +17,12 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from ..model.ticket import SLTError, sha256
-from ..sharing.files import replacing
-from ..sharing.verify import mask_path, verified_ticket
+from ..errors import SLTError
+from ..models.checks import verify_ticket
+from ..tickets.files import replacing
+from ..tickets.format import sha256
+from ..tickets.verify import mask_path
+from .tokenizer import load_fast_tokenizer, refuse_unknown_ids
 
 ACTIVATIONS = ("gelu_new", "gelu", "relu", "silu")  # those of engine.js
 _ARCHITECTURE = "SupermaskGPT2LMHeadModel"
@@ -33,9 +36,21 @@ _SPACES = {
 
 
 def write_page(folder: str | os.PathLike, output: str | os.PathLike, **options: str | None) -> Path:
-    """Write the page of a ticket's folder, whole or not at all; a ticket that does not verify raises.
+    """Write the page of a ticket.
 
-    options: of `make_page`.
+    Args:
+        folder (`str` or `os.PathLike`):
+            The ticket's folder.
+        output (`str` or `os.PathLike`):
+            The HTML file to write.
+        options:
+            As of `make_page`.
+
+    Returns:
+        `Path`: the file.
+
+    Raises:
+        [`SLTError`]: if the ticket does not verify, or if a page cannot compute with it.
     """
     output = Path(output)
     if output.suffix.lower() not in (".html", ".htm"):  # nor is a file of the ticket overwritten by mistake
@@ -50,22 +65,34 @@ def write_page(folder: str | os.PathLike, output: str | os.PathLike, **options: 
 
 
 def make_page(folder: str | os.PathLike, *, name: str | None = None, prompt: str | None = None) -> str:
-    """The text of the page.
+    """Make the page of a ticket.
 
-    name: what the page calls the ticket; by default the folder's own name.
-    prompt: what stands in its prompt box at first.
+    Args:
+        folder (`str` or `os.PathLike`):
+            The ticket's folder.
+        name (`str`, *optional*):
+            What the page calls the ticket. Default: the name of the folder.
+        prompt (`str`, *optional*):
+            What is in its prompt box at first.
+
+    Returns:
+        `str`: the HTML text.
+
+    Raises:
+        [`SLTError`]: if the ticket does not verify, or if a page cannot compute with it.
     """
     folder = Path(folder)
-    config = verified_ticket(folder).header.config
+    header = verify_ticket(folder)
+    config = header.config
     if (found := config["architectures"][0]) != _ARCHITECTURE:
         raise SLTError(f"{folder}: a page writes text, which {found} does not; {_ARCHITECTURE} does")
+    if backbone := header.options.get("backbone"):
+        raise SLTError(f"{folder}: a page draws all weights, and cannot fetch those of {backbone}")
     if (act := config["activation_function"]) not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
         raise SLTError(f"{folder}: activation_function {act!r} is none that a page computes: {known}")
-    if config.get("embedding_rank"):
-        raise SLTError(
-            f"{folder}: embedding_rank {config['embedding_rank']}: a page has no table of low rank"
-        )
+    if rank := header.options.get("embedding_rank"):
+        raise SLTError(f"{folder}: embedding_rank {rank}: a page has no table of low rank")
     tokenizer = json.dumps(compact_tokenizer(folder, config["vocab_size"]), separators=(",", ":"))
     name = name or folder.resolve().name
     facts = {"prompt": "The" if prompt is None else prompt, "tokenizer_sha256": sha256(tokenizer)}
@@ -82,16 +109,33 @@ def make_page(folder: str | os.PathLike, *, name: str | None = None, prompt: str
 
 
 def compact_tokenizer(folder: Path, vocab_size: int) -> dict[str, Any]:
-    """What engine.js needs of a byte-level BPE tokenizer; SLTError for another kind, or none."""
-    tokenizer = _load_tokenizer(folder)
+    """Return what engine.js needs of a byte-level BPE tokenizer.
+
+    Args:
+        folder (`Path`):
+            The folder of the tokenizer.
+        vocab_size (`int`):
+            The rows of the model's table.
+
+    Returns:
+        `dict[str, Any]`: an object that JSON can hold.
+
+    Raises:
+        [`SLTError`]: if there is no tokenizer, or one that the page would read otherwise than Python does.
+    """
+    loaded = load_fast_tokenizer(folder)
+    refuse_unknown_ids(loaded, vocab_size)
+    tokenizer = loaded.backend_tokenizer
     facts = json.loads(tokenizer.to_str())
     _refuse_other_kinds(folder, facts)
     vocabulary, added = facts["model"]["vocab"], facts["added_tokens"]
-    ids = {**vocabulary, **{token["content"]: token["id"] for token in added}}
+    ids = tokenizer.get_vocab(with_added_tokens=True)
     tokens: list[str | None] = [None] * (max(ids.values()) + 1)
-    if len(tokens) > vocab_size:
-        raise SLTError(f"{folder}: a tokenizer of {len(tokens)} tokens, the model knows {vocab_size}")
     for text, index in ids.items():
+        if tokens[index] is not None:
+            raise SLTError(
+                f"{folder}: its tokenizer has two tokens of id {index}; save a tokenizer that is whole"
+            )
         tokens[index] = text
     pairs = [one.split(" ") if isinstance(one, str) else one for one in facts["model"]["merges"]]
     plain, whole = (tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
@@ -109,23 +153,12 @@ def compact_tokenizer(folder: Path, vocab_size: int) -> dict[str, Any]:
 
 
 def _without_made(tokens: list[str | None], made: list[str]) -> list[str | None]:
-    """The tokens, with None for those that merges make, if they have their ids in the order of the merges."""
+    """Return the tokens, with None for those that merges make, if their ids are in the order of the merges."""
     new = set(made)
     places = [index for index, text in enumerate(tokens) if text is None or text in new]
     if [tokens[index] for index in places] != list(dict.fromkeys(made)):
         return tokens
     return [None if text in new else text for text in tokens]
-
-
-def _load_tokenizer(folder: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        loaded = AutoTokenizer.from_pretrained(folder)
-        return loaded.backend_tokenizer
-    except Exception as error:  # of any kind, as a stranger's file can raise them
-        cure = "save one there (tokenizer.save_pretrained)"
-        raise SLTError(f"{folder}: no tokenizer that can be loaded lies beside the ticket; {cure}") from error
 
 
 def _refuse_other_kinds(folder: Path, facts: dict[str, Any]) -> None:
@@ -139,6 +172,8 @@ def _refuse_other_kinds(folder: Path, facts: dict[str, Any]) -> None:
             "use_regex": False if before.get("use_regex") is False else None,
             **{key: model.get(key) or None for key in ("byte_fallback", "ignore_merges", "dropout")},
             **{key: model.get(key) or None for key in ("continuing_subword_prefix", "end_of_word_suffix")},
+            # A letter that the vocabulary lacks is dropped, in Python as in a page; unless there is a token for it.
+            "unk_token": model.get("unk_token") if not {*_letters()} <= model["vocab"].keys() else None,
             "added_tokens": next(
                 (one["content"] for one in facts["added_tokens"] if _is_stretchy(one)), None
             ),
@@ -149,8 +184,15 @@ def _refuse_other_kinds(folder: Path, facts: dict[str, Any]) -> None:
         raise SLTError(f"{folder}: a page needs a byte-level BPE tokenizer as GPT-2's; this has {strange[0]}")
 
 
+def _letters() -> list[str]:
+    """Return the letters that a byte-level tokenizer writes the 256 bytes with."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    return ByteLevel.alphabet()
+
+
 def _is_stretchy(token: dict[str, Any]) -> bool:
-    """Whether an added token takes spaces beside it, or stands only between them."""
+    """Return whether an added token takes the spaces beside it, or is found only between spaces."""
     return token["single_word"] or token["lstrip"] or token["rstrip"]
 
 
@@ -159,7 +201,7 @@ def _asset(name: str) -> str:
 
 
 def _lean(name: str) -> str:
-    """A script or style without comments and needless spaces: a third less, and still to be read.
+    """Return a script or style without comments and needless spaces: a third shorter, and still readable.
 
     Our scripts have strings in double quotes or backticks that end on their line and hold no " //".
     """

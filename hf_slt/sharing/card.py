@@ -21,34 +21,46 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from ..model.configuration_supermask_gpt2 import RULE_OPTIONS
-from ..model.quantisation import BITS
-from ..model.ticket import ADDED, CONFIG_FILE, Entry, Header
-from .files import replacing
-from .verify import mask_path, verify_ticket
+from ..about import install_command
+from ..tickets.entries import Entry
+from ..tickets.files import replacing
+from ..tickets.format import CONFIG_FILE, Header
+from ..tickets.verify import mask_path, verify_files
+from ..weights.quantisation import BITS
 
 CARD_FILE = "README.md"
 PAGE_FILE = "index.html"  # the name that a static Space shows
-TAGS = ["supermask", "strong-lottery-ticket", "gpt2"]  # and the rule
+TAGS = ["supermask"]  # and the architecture and the rule
+STRICT_TAG = "strong-lottery-ticket"  # where the mask chooses among drawn weights
 # A figure of one of these names, if it lies in the ticket's folder, is shown.
 FIGURES = {
     "comparison.png": "Validation loss of the ticket and of its controls",
-    "curves.png": "Loss, learning rate, and share of mask bits that flip between two looks",
-    "masks.png": "Where the masks keep weights, and how evenly rows and columns share them",
+    "curves.png": "Loss, learning rate, and share of mask bits that flip between two evaluations",
+    "masks.png": "Where weights are kept (or positive, if all are kept), and how evenly rows and columns share them",
 }
 EMBEDDED = "embedded corpus (prose of the Python installation)"
 LABELS = {"random_mask": "random mask", "dense": "dense twin", "frozen_embeddings": "frozen embeddings"}
 METRICS = {"loss": "loss (nats per token)", "perplexity": "perplexity", "bits_per_byte": "bits per byte"}
-_AUTO_CLASSES = {  # architecture -> class to load it with, task on the Hub
-    "SupermaskGPT2LMHeadModel": ("AutoModelForCausalLM", "text-generation"),
-    "SupermaskGPT2ForSequenceClassification": ("AutoModelForSequenceClassification", "text-classification"),
-    "SupermaskGPT2Model": ("AutoModel", "feature-extraction"),
+_TASKS = {  # class to load a ticket with, and its task on the Hub
+    "AutoModelForCausalLM": "text-generation",
+    "AutoModelForSequenceClassification": "text-classification",
+    "AutoModelForTokenClassification": "token-classification",
+    "AutoModelForQuestionAnswering": "question-answering",
+    "AutoModelForMaskedLM": "fill-mask",
+    "AutoModelForSeq2SeqLM": "text2text-generation",
+    "AutoModelForImageClassification": "image-classification",
+    "AutoModelForSpeechSeq2Seq": "automatic-speech-recognition",
+    "AutoModel": "feature-extraction",
 }
 _SHAPE = {
     "n_layer": "blocks",
+    "num_hidden_layers": "blocks",
     "n_embd": "width",
+    "hidden_size": "width",
     "n_head": "heads",
+    "num_attention_heads": "heads",
     "n_positions": "positions",
+    "max_position_embeddings": "positions",
     "vocab_size": "vocabulary",
     "embedding": "embeddings",
     "embedding_rank": "their rank",
@@ -56,7 +68,7 @@ _SHAPE = {
 }
 # Where a run writes and what it shows: no part of what it computes.
 _PRIVATE = frozenset("output_dir cache_dir resume_from_checkpoint overwrite report_to".split())
-# The lines of our template that say where the ticket is; the last of them tells what the others name.
+# The lines of our template that say where the ticket is; the last of them says which name the others have.
 _PLACES = (
     r'^(model = \w+\.from_pretrained\("){}("\))$',
     r'^(tokenizer = AutoTokenizer\.from_pretrained\("){}("\))$',
@@ -65,7 +77,11 @@ _PLACES = (
 
 
 def model_cards() -> Path:
-    """The folder of the template, and of the ticket that comes along: in a checkout, or as installed."""
+    """Return the folder of the template and of the included ticket: in a checkout, or as installed.
+
+    Returns:
+        `Path`: the folder.
+    """
     checkout = Path(__file__).parents[2] / "model_cards"
     return checkout if (checkout / "template.md").is_file() else Path(__file__).parents[1] / "model_cards"
 
@@ -87,26 +103,53 @@ def write_card(
     language: str | list[str] | None = None,
     header: Header | None = None,
 ) -> Path:
-    """Write README.md into a ticket's folder, whole or not at all; a damaged ticket raises TicketError.
+    """Write the card of a ticket, README.md, into its folder.
 
-    template: a Jinja template; by default the project's own.
-    name: what `from_pretrained` is to be given, such as me/ticket; by default the folder's own name.
-    records: the lines of log.jsonl, for the number of steps, the speed, and the last evaluation.
-    training: the arguments of the run, by name.
-    measures: loss, perplexity and bits per byte, if others than those of the last evaluation.
-    controls: the same of other runs on the same data; `random_mask` and `dense` give the gap closed.
-    text_sha256: digest of the text trained and validated on.
-    command: the words of the command line.
-    origin: how the mask came to be, if not by training.
-    environment: where it was trained; see `describe_environment`.
-    header: of a ticket that was verified before.
+    Args:
+        folder (`str` or `os.PathLike`):
+            The ticket's folder.
+        template (`str` or `os.PathLike`, *optional*):
+            A Jinja template. Default: the project's own.
+        name (`str`, *optional*):
+            What `from_pretrained` is to be given, such as me/ticket. Default: the name of the folder.
+        records (`Iterable[Mapping[str, Any]]`, *optional*):
+            The lines of log.jsonl, for the number of steps, the speed and the last evaluation.
+        training (`Mapping[str, Any]`, *optional*):
+            The arguments of the run, by name.
+        measures (`Mapping[str, float]`, *optional*):
+            Loss, perplexity and bits per byte. Default: those of the last evaluation.
+        controls (`Mapping[str, Mapping[str, float]]`, *optional*):
+            The measures of other runs on the same data. `random_mask` and `dense` give the gap closed.
+        text_sha256 (`str`, *optional*):
+            Digest of the text of training and validation.
+        command (`Sequence[str]`, *optional*):
+            The words of the command line.
+        origin (`str`, *optional*):
+            How the mask was made, if not by training.
+        environment (`Mapping[str, str]`, *optional*):
+            Where it was trained; see `describe_environment`.
+        license (`str`, *optional*):
+            License of the ticket, for the metadata of the card.
+        language (`str` or `list[str]`, *optional*):
+            Language or languages of the text, for the metadata of the card.
+        header ([`Header`], *optional*):
+            Header of the ticket, if it was verified before.
+
+    Returns:
+        `Path`: the card.
+
+    Raises:
+        [`TicketError`]: if the ticket is damaged.
     """
     folder, records = Path(folder), list(records)
-    header = header or verify_ticket(folder, weights=False)
+    header = header or verify_files(folder, weights=False).header
     config = json.loads((folder / CONFIG_FILE).read_text())
+    facts = {**config, **header.options}
     name = name or folder.resolve().name
     title = name.rsplit("/", 1)[-1]
-    auto_class, task = _AUTO_CLASSES[config["architectures"][0]]
+    auto_class = _auto_class(config)
+    task = _TASKS[auto_class]
+    family = str(config["model_type"]).removeprefix("supermask_")
     if measures is None:
         measures = next((item for item in reversed(records) if item["kind"] == "evaluation"), {})
     text = describe_text(training) if training is not None else {}
@@ -125,6 +168,8 @@ def write_card(
         )
         for key, value in (_known(measures) if text else {}).items()
     ]
+    kind = kind_of_ticket(header)
+    tags = [*TAGS, family, *([STRICT_TAG] if header.is_strict else [])]
     speeds: list[Any] = [item.get("tokens_per_second") for item in records if item["kind"] == "train"]
     speeds = [speed for speed in speeds if speed is not None and math.isfinite(speed)]
     data = ModelCardData(
@@ -133,7 +178,7 @@ def write_card(
         pipeline_tag=task,
         license=license,
         language=language,
-        tags=[*TAGS, str(header.config["rule"]).replace("_", "-")],
+        tags=[*tags, str(header.options["rule"]).replace("_", "-")],
         datasets=text.get("dataset"),
         eval_results=results or None,
     )
@@ -143,19 +188,22 @@ def write_card(
         template_path=str(template or model_cards() / "template.md"),
         title=title,
         name=name,
+        install=install_command(),
         auto_class=auto_class,
         generates=task == "text-generation",
         has_tokenizer=(folder / "tokenizer_config.json").is_file(),
         header=header,
         size=measure_size(folder, header),
-        factors=list(factors_told(header)),
+        kind=kind,
+        states=2 ** header.options["state_bits"] if "state_bits" in header.options else None,
+        family="GPT-2" if family == "gpt2" else f"{family} model",
+        factors=list(header.options["factors"]),
         options=[
-            ("density asked" if key == "density" else key, header.config[key])
-            for key in RULE_OPTIONS
-            if header.config.get(key) is not None
+            ("density asked" if key == "density" else key, _plain(value))
+            for key, value in header.options["rule_options"].items()
         ],
         laws=sorted({f"`{entry.law}`" for entry in header.tensors.values() if entry.law}),
-        shape=[(label, config[key]) for key, label in _SHAPE.items() if config.get(key) is not None],
+        shape=[(label, _plain(facts[key])) for key, label in _SHAPE.items() if facts.get(key) is not None],
         tensors=[_tensor_row(tensor, entry, header) for tensor, entry in header.tensors.items()],
         trained=_trained(header),
         metrics=(columns := [key for key in METRICS if any(key in _known(run) for run in runs.values())]),
@@ -187,8 +235,34 @@ def write_card(
     return folder / CARD_FILE
 
 
+def _auto_class(config: Mapping[str, Any]) -> str:
+    """Return the Auto class that loads a ticket as what it was saved as."""
+    names = {auto: str(one).rsplit(".", 1)[-1] for auto, one in config["auto_map"].items()}
+    saved = next(iter(config.get("architectures") or []), "")
+    return next((auto for auto in _TASKS if names.get(auto) == saved), "AutoModel")
+
+
+def _plain(value: Any) -> str:
+    """Return a value of a stranger's configuration as text that holds no markup.
+
+    >>> _plain(12), _plain("trained"), _plain("![x](http://x)")
+    ('12', 'trained', '--x--http---x-')
+    """
+    return re.sub(r"[^\w .,+-]", "-", str(value), flags=re.ASCII)[:99]
+
+
 def rename_card(text: str, name: str) -> str:
-    """A card that says `name` where our template said where the ticket is; all else is the author's own."""
+    """Return a card with `name` wherever our template names the ticket. All else is the author's own.
+
+    Args:
+        text (`str`):
+            A card.
+        name (`str`):
+            The new name of the ticket, such as me/ticket.
+
+    Returns:
+        `str`: the card.
+    """
     if found := re.search(_PLACES[-1].format("(?P<name>[^`]*)"), text, re.MULTILINE):
         for place in _PLACES:
             ours = re.compile(place.format(re.escape(found["name"])), re.MULTILINE)
@@ -196,8 +270,48 @@ def rename_card(text: str, name: str) -> str:
     return text
 
 
+def resize_card(folder: str | os.PathLike, header: Header) -> None:
+    """Put the bytes of the mask file that is in a folder into the card there, where our template has them.
+
+    Args:
+        folder (`str` or `os.PathLike`):
+            The ticket's folder. Without a card nothing is done.
+        header ([`Header`]):
+            Header of the ticket.
+    """
+    path = Path(folder) / CARD_FILE
+    if not path.is_file():
+        return
+    size = measure_size(Path(folder), header)
+    before = text = path.read_text("utf-8")
+    for place, new in {
+        r"(`)[\w.]+(` takes)$": size["file_name"],
+        r"^()[\d,]+( bytes for [\d,]+ weights,)$": f"{size['file']:,}",
+        r"^(\*\*)[\d.]+( bits per weight\*\* \(float32 takes)$": f"{size['bits_per_weight']:.3f}",
+        r"^()[\d.]+( times as much\)\.)": f"{size['times_smaller']:.1f}",
+        r"^(Bytes of `)[\w.]+(`:)$": size["file_name"],
+        r"^(\| masks \()\w+(\) \| [\d,]+ \| [\d,]+ \|)$": header.encoding,
+        r"^(\| masks \(\w+\) \| [\d,]+ \| )[\d,]+( \|)$": f"{size['mask_bytes']:,}",
+        r"^(\| description: [^|]* \| \| )[\d,]+( \|)$": f"{size['description_bytes']:,}",
+        r"^(\| \*\*file\*\* \| \*\*[\d,]+\*\* \| \*\*)[\d,]+(\*\* \|)$": f"{size['file']:,}",
+    }.items():
+        text = re.sub(place, rf"\g<1>{new}\g<2>", text, flags=re.MULTILINE)
+    if text != before:
+        with replacing(path) as temporary:
+            temporary.write_text(text, "utf-8")
+
+
 def link_page(text: str) -> str:
-    """A card that links the page beside it: after what our template says of loading, or at its end.
+    """Return a card that links the page beside it: after what our template says of loading, or at its end.
+
+    Args:
+        text (`str`):
+            A card.
+
+    Returns:
+        `str`: the card.
+
+    Example:
 
     >>> link_page("# Mine").splitlines()[2]
     '[index.html](index.html) is this ticket as one page: download it, open it, and it writes.'
@@ -211,7 +325,11 @@ def link_page(text: str) -> str:
 
 
 def describe_environment() -> dict[str, str]:
-    """Versions and hardware of this process, without the name of the machine; does not import torch."""
+    """Return versions and hardware of this process, without the name of the machine. It does not import torch.
+
+    Returns:
+        `dict[str, str]`: versions by package, and the hardware.
+    """
     found = {"Python": platform.python_version()}
     for package in ("hf_slt", "torch", "transformers", "accelerate", "datasets", "tokenizers", "numpy"):
         try:
@@ -228,7 +346,15 @@ def describe_environment() -> dict[str, str]:
 
 
 def describe_text(training: Mapping[str, Any]) -> dict[str, Any]:
-    """What a run was trained and validated on: a name of both, and data set and configuration on the Hub."""
+    """Return what a run was trained and validated on: names of both texts, data set and configuration on the Hub.
+
+    Args:
+        training (`Mapping[str, Any]`):
+            The arguments of the run, by name.
+
+    Returns:
+        `dict[str, Any]`: facts for the card, by name.
+    """
     files = (training.get("train_files"), training.get("validation_files"))
     if files[0]:
         name, held_out = (", ".join(Path(file).name for file in some or ()) for some in files)
@@ -242,9 +368,18 @@ def describe_text(training: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def measure_size(folder: Path, header: Header) -> dict[str, Any]:
-    """Numbers of weights and bytes of a ticket.
+    """Return numbers of weights and bytes of a ticket.
 
     bits_per_weight = 8 * bytes of the file / all weights of the model, drawn or stored
+
+    Args:
+        folder (`Path`):
+            Folder of a ticket.
+        header ([`Header`]):
+            Its header.
+
+    Returns:
+        `dict[str, Any]`: counts and sizes by name.
     """
     path = mask_path(folder)
     with open(path, "rb") as file:
@@ -253,6 +388,9 @@ def measure_size(folder: Path, header: Header) -> dict[str, Any]:
     entries = header.tensors.values()
     trained, weights = sum(map(value_bytes, entries)), sum(entry.size for entry in entries)
     masked = sum(sum(entry.counts or ()) for entry in entries)
+    by_kind = dict.fromkeys(("masked", "frozen", "trained"), 0)
+    for entry in entries:
+        by_kind[entry.kind] += entry.size
     kept = sum(kept_of(header, entry) for entry in entries if entry.kind == "masked")
     return {
         "file_name": path.name,
@@ -262,6 +400,7 @@ def measure_size(folder: Path, header: Header) -> dict[str, Any]:
         "entropy_bytes": math.ceil(sum(map(entropy_bits, entries)) / 8),
         "mask_bytes": total - description - trained,
         "weights": weights,
+        "weights_by_kind": by_kind,
         "masked": masked,
         "kept": kept,
         "density": kept / masked if masked else 1.0,
@@ -270,20 +409,66 @@ def measure_size(folder: Path, header: Header) -> dict[str, Any]:
     }
 
 
-def factors_told(header: Header) -> Sequence[float]:
-    """What the codes of a ticket stand for."""
-    return (ADDED | dict(header.config))["factors"]
+def kind_of_ticket(header: Header) -> str:
+    """Say in words what was learned of a ticket's matrices: a choice among drawn weights, or the weights themselves.
+
+    Where the mask sets signs and all weights are drawn as +c or -c, each weight can become c times any factor,
+    whatever was drawn: the mask is then a quantised matrix, and any other seed would serve as well.
+
+    Args:
+        header ([`Header`]):
+            Header of a ticket.
+
+    Returns:
+        `str`: a sentence for the card.
+    """
+    factors = header.options["factors"]
+    if backbone := header.options.get("backbone"):
+        return f"masks over the pretrained weights of {_public(backbone, 'dataset')}"
+    drawn = [entry for entry in header.tensors.values() if entry.law is not None]
+    if "state_bits" in header.options:
+        return f"strict ticket (every weight is one of {2 ** header.options['state_bits']} drawn numbers)"
+    if header.is_strict:
+        return "strict ticket (the mask keeps or drops drawn weights)"
+    if min(factors) >= 0:
+        return "signs drawn (the mask multiplies drawn weights)"
+    if {*factors} != {-factor for factor in factors}:
+        return "sign learned"
+    everywhere = all(entry.kind == "masked" and sum(entry.counts or ()) == entry.size for entry in drawn)
+    if everywhere and {entry.law for entry in drawn} == {"signed_constant"}:
+        name = {2: "binary", 3: "ternary"}.get(len(factors), f"{len(factors)} levels")
+        return f"{name} (sign learned; the seed carries nothing)"
+    return "sign learned (magnitudes are drawn)"
 
 
 def kept_of(header: Header, entry: Entry) -> int:
-    """How many weights of a tensor are not zero; those outside of the search are not counted."""
+    """Return how many weights of a tensor are not zero. Those outside of the search are not counted.
+
+    Args:
+        header ([`Header`]):
+            Header of a ticket.
+        entry ([`Entry`]):
+            One of its tensors.
+
+    Returns:
+        `int`: number of weights.
+    """
     if entry.counts is None:
         return entry.size
-    return sum(count for count, factor in zip(entry.counts, factors_told(header), strict=True) if factor)
+    return sum(count for count, factor in zip(entry.counts, header.options["factors"], strict=True) if factor)
 
 
 def entropy_bits(entry: Entry) -> float:
-    """The least a mask takes of which only the counts of codes are known: log2 of the multinomial.
+    """Return the least bits that a mask takes if only the counts of its codes are known: log2 of the multinomial.
+
+    Args:
+        entry ([`Entry`]):
+            A tensor of a ticket.
+
+    Returns:
+        `float`: number of bits.
+
+    Example:
 
     >>> round(entropy_bits(Entry((10, 10), "mask", "normal", 1.0, counts=(98, 2))), 3)
     12.273
@@ -294,7 +479,7 @@ def entropy_bits(entry: Entry) -> float:
 
 
 def _trained(header: Header) -> list[str]:
-    """What was trained beside the masks: tables by name, vectors in one word."""
+    """Return what was trained beside the masks: tables by name, vectors by their number."""
     entries = {name: entry for name, entry in header.tensors.items() if entry.kind == "trained"}
     found = [f"`{name}`" for name, entry in entries.items() if entry.shape[0] > 1]
     if numbers := sum(entry.size for entry in entries.values() if entry.shape[0] == 1):
@@ -303,14 +488,31 @@ def _trained(header: Header) -> list[str]:
 
 
 def value_bytes(entry: Entry) -> int:
-    """Bytes of trained values, with the scales of their rows."""
+    """Return the bytes of trained values, with the scales of their rows.
+
+    Args:
+        entry ([`Entry`]):
+            A tensor of a ticket.
+
+    Returns:
+        `int`: number of bytes; 0 if its values are not trained.
+    """
     if entry.kind != "trained":
         return 0
     return -(-entry.size * entry.bits // 8) + (2 * entry.shape[0] if entry.bits in BITS else 0)
 
 
 def gap_closed(runs: Mapping[str, Mapping[str, float]]) -> float | None:
-    """(random mask - ticket) / (random mask - dense twin), of losses; None where one is missing.
+    """Compute (random mask - ticket) / (random mask - dense twin), of losses.
+
+    Args:
+        runs (`Mapping[str, Mapping[str, float]]`):
+            Measures of `"ticket"`, `"random_mask"` and `"dense"`, each with a `"loss"`.
+
+    Returns:
+        `float | None`: the share of the gap that the ticket closes; None where a loss is missing.
+
+    Example:
 
     >>> gap_closed({"ticket": {"loss": 5.0}, "random_mask": {"loss": 8.0}, "dense": {"loss": 4.0}})
     0.75
@@ -333,7 +535,7 @@ def _tensor_row(name: str, entry: Entry, header: Header) -> dict[str, Any]:
         row |= {"law": entry.law, "scale": f"{entry.scale:.6g}"}
     if entry.counts is not None:
         kept, searched = kept_of(header, entry), sum(entry.counts)
-        asked = header.config.get("density")
+        asked = header.options["rule_options"].get("density")
         row |= {"asked": "" if asked is None else str(asked), "kept": f"{kept:,} of {searched:,}"}
         row |= {"density": f"{kept / searched:.6g}"}
     return row
@@ -344,7 +546,7 @@ def _on_hub(name: str) -> bool:
 
 
 def _public(value: Any, option: str) -> Any:
-    """The value of an option, of a path only the last part.
+    """Return the value of an option; of a path, only the last part.
 
     >>> _public(["../secret/text.txt", "~/b.txt", 3], "train_files"), _public("openai/gpt2", "tokenizer")
     (['text.txt', 'b.txt', 3], 'openai/gpt2')
@@ -359,7 +561,7 @@ def _public(value: Any, option: str) -> Any:
 
 
 def _public_words(command: Iterable[str]) -> Iterator[str]:
-    """A command line for all to see.
+    """Return a command line without the folders of this machine.
 
     >>> list(_public_words(["../mine/train.py", "--cache_dir=../cache", "--tokenizer", "a/b"]))
     ['train.py', '--cache_dir=cache', '--tokenizer', 'a/b']

@@ -1,17 +1,16 @@
 """Tickets to and from the Hub.
 
-What is pushed is the ticket and nothing else that lies in its folder: masks, configuration, the code that
-loads them, tokenizer, card and its figures. The same ticket pushed twice changes nothing.
+What is pushed is the ticket and nothing else in its folder: masks, configuration, tokenizer, card and its
+figures. The same ticket pushed twice changes nothing.
 """
 
-import json
+import logging
 import os
 import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import (
     CommitOperationAdd,
@@ -21,36 +20,49 @@ from huggingface_hub import (
     snapshot_download,
     try_to_load_from_cache,
 )
-from transformers import PreTrainedModel
 
-from ..model.ticket import (
-    CONFIG_FILE,
-    INDEX_FILE,
-    MASK_FILE,
-    MODEL_FILE,
-    TicketError,
-    read_header,
-)
-from .card import CARD_FILE, FIGURES, PAGE_FILE, link_page, rename_card, write_card
-from .files import WEIGHT_FILES, copy_own_file
-from .saving import rewrite_ticket
-from .verify import mask_path, verified_ticket
+from ..errors import TicketError
+from ..tickets.files import WEIGHT_FILES
+from ..tickets.format import CONFIG_FILE, INDEX_FILE, MASK_FILE, MODEL_FILE
+from ..tickets.verify import mask_path, verify_files
+from ..tickets.writing import rewrite_ticket
+from .card import CARD_FILE, FIGURES, PAGE_FILE, link_page, rename_card, resize_card, write_card
+
+logger = logging.getLogger(__name__)
 
 TOKENIZER_FILES = (
     "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json merges.txt "
     "tokenizer.model chat_template.jinja"
 ).split()
+REMOTE_FILE = "load_with_hf_slt.py"  # imports hf_slt, see hf_slt/models/remote_code.py
+REMOTE_TEXT = '''\
+"""Loads this model with the package hf_slt, for trust_remote_code=True. It holds no code of its own."""
+
+from hf_slt import {names}  # noqa: F401
+'''
 # All that is pushed and fetched; anything else in a folder is somebody's own.
 TICKET_FILES = [MASK_FILE, INDEX_FILE, CONFIG_FILE, "generation_config.json", CARD_FILE]
-TICKET_FILES += [*FIGURES, *TOKENIZER_FILES]  # and the code that config.json names
+TICKET_FILES += [*FIGURES, *TOKENIZER_FILES, REMOTE_FILE]
 
 
 def fetch_ticket(
     source: str | os.PathLike, *, revision: str | None = None, token: str | bool | None = None
 ) -> Path:
-    """The folder of a ticket: `source` itself, or the Hub's copy of that name in the cache.
+    """Find the folder of a ticket, and download it if it is on the Hub.
 
-    A mask file stands for the folder it lies in.
+    Args:
+        source (`str` or `os.PathLike`):
+            A folder, a mask file, which stands for its folder, or a Hub name.
+        revision (`str`, *optional*):
+            Branch, tag or commit on the Hub.
+        token (`str` or `bool`, *optional*):
+            Token of the Hub.
+
+    Returns:
+        `Path`: the folder, which is in the cache if it was downloaded.
+
+    Raises:
+        [`TicketError`]: if there is no such folder or name, or no ticket.
     """
     path, name = Path(source), str(source)
     if path.is_file() and path.name in (MASK_FILE, MODEL_FILE):
@@ -59,7 +71,7 @@ def fetch_ticket(
         return path
     if "/" not in name:
         raise TicketError(f"{source}: no such folder, and no name on the Hub (such as me/ticket)")
-    patterns = [*TICKET_FILES, MODEL_FILE, "*.py"]
+    patterns = [*TICKET_FILES, MODEL_FILE]
     with _asking_hub(name):
         folder = Path(snapshot_download(name, revision=revision, token=token, allow_patterns=patterns))
     if not mask_path(folder).is_file():
@@ -68,9 +80,17 @@ def fetch_ticket(
 
 
 def refuse_missing(name: str) -> None:
-    """Raise for a model that is neither a folder, nor in the cache, nor on the Hub: at once.
+    """Raise at once for a model that is neither a folder, nor in the cache, nor on the Hub.
 
-    `from_pretrained` would ask the Hub for minutes, and say little of a folder.
+    `from_pretrained` would ask the Hub for minutes, and would not say that there is no such folder.
+
+    Args:
+        name (`str`):
+            A folder or a Hub name.
+
+    Raises:
+        [`TicketError`]: if it is no folder, and can be no name on the Hub.
+        `RuntimeError`: if it is no folder here, and the Hub does not answer.
     """
     if not Path(name).exists():
         with _asking_hub(name):
@@ -84,7 +104,7 @@ def _asking_hub(name: str) -> Iterator[None]:
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
         raise TicketError(f"{name}: no such folder, and no name on the Hub (such as me/ticket)")
     if "/" in name and (parent := Path(name).parent).is_dir():
-        raise TicketError(f"{name}: no such folder; {parent} is one, so that no name on the Hub is meant")
+        raise TicketError(f"{name}: no such folder; {parent} is one, therefore no name on the Hub is meant")
     try:
         yield
     except Exception as error:
@@ -109,24 +129,49 @@ def push_ticket(
     max_shard_size: int | str | None = None,
     page: str | None = None,
 ) -> str:
-    """Upload a ticket's folder, after checking it; returns the address of the commit, or of the request.
+    """Check a ticket's folder and upload the files that the ticket consists of.
 
-    encoding: how the uploaded file stores its masks; by default as the folder's.
-    private: of a new repository; None takes the owner's default.
-    revision: branch to push to, made if it is not there; by default main.
-    tags: more tags for the card.
-    max_shard_size: transformers passes it on; a ticket is one file, whatever it is.
-    page: text of a page that runs the ticket in a browser; the card will link it.
+    Args:
+        folder (`str` or `os.PathLike`):
+            The ticket's folder. Other files in it stay where they are.
+        repo_id (`str`):
+            Name of the repository on the Hub.
+        encoding (`str`, *optional*):
+            How the uploaded file stores its masks. Default: as in the folder.
+        private (`bool`, *optional*):
+            Whether a new repository is private. Default: the owner's setting.
+        revision (`str`, *optional*):
+            Branch to push to. It is made if it does not exist. Default: main.
+        commit_message (`str`, *optional*):
+            First line of the commit's message.
+        commit_description (`str`, *optional*):
+            The rest of the commit's message.
+        create_pr (`bool`, defaults to `False`):
+            Whether to open a pull request instead.
+        token (`str` or `bool`, *optional*):
+            Token of the Hub.
+        tags (`list[str]`, *optional*):
+            More tags for the card.
+        max_shard_size (`int` or `str`, *optional*):
+            Accepted because transformers passes it; a ticket is always one file.
+        page (`str`, *optional*):
+            Text of a page that runs the ticket in a browser. The card will link it.
+
+    Returns:
+        `str`: the address of the commit, or of the pull request.
     """
-    ticket = verified_ticket(folder)
+    ticket = verify_files(folder)
     header = ticket.header
     api = HfApi(token=token)
     repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
     if revision is not None and not create_pr:
         api.create_branch(repo_id, branch=revision, exist_ok=True)
     with tempfile.TemporaryDirectory() as stage:
-        rewrite_ticket(folder, stage, encoding=encoding or header.encoding, verified=ticket)
+        kept = encoding or header.encoding
+        header = rewrite_ticket(folder, stage, encoding=kept, verified=ticket, companions=TICKET_FILES)
+        _remove_foreign_code(Path(stage) / REMOTE_FILE)
         card = Path(stage) / CARD_FILE
+        resize_card(stage, header)
         if card.is_file():  # it may name the folder it was trained in
             card.write_text(rename_card(card.read_text("utf-8"), repo_id), "utf-8")
         else:
@@ -135,7 +180,7 @@ def push_ticket(
             tagged = ModelCard.load(card)
             tagged.data.tags = list(dict.fromkeys([*(tagged.data.tags or []), *tags]))
             tagged.save(card)
-        names = {*TICKET_FILES, *_code_files(Path(stage))}
+        names = {*TICKET_FILES}
         if page is not None:
             (Path(stage) / PAGE_FILE).write_text(page, "utf-8")
             card.write_text(link_page(card.read_text("utf-8")), "utf-8")
@@ -144,7 +189,7 @@ def push_ticket(
         # of an earlier push: would be loaded in place of the masks
         there = api.list_repo_files(repo_id, revision=revision)
         stale = sorted(name for name in there if name not in names and re.fullmatch(WEIGHT_FILES, name))
-        # One commit, so that nobody ever sees half a ticket; upload_folder may make several.
+        # One commit: nobody ever sees half a ticket. upload_folder may make several.
         commit = api.create_commit(
             repo_id,
             [CommitOperationAdd(path.name, path) for path in files]
@@ -157,29 +202,11 @@ def push_ticket(
     return str(commit.pr_url or commit.commit_url)
 
 
-def push_model(model: Any, repo_id: str, *, encoding: str = "packed", **options: Any) -> str:
-    """`push_to_hub` of a model: of a ticket in memory, with what lies where it was loaded from.
-
-    That is the tokenizer; card and figures too, if they are of this very mask.
-    """
-    if model.config.state != "ticket":
-        return PreTrainedModel.push_to_hub(model, repo_id, **options)
-    with tempfile.TemporaryDirectory() as folder:
-        header, origin = model.save_ticket(folder, encoding=encoding), Path(model.name_or_path or "")
-        if model.name_or_path and mask_path(origin).is_file():
-            same = read_header(mask_path(origin)).mask_digest == header.mask_digest
-            for name in [*TOKENIZER_FILES, *([CARD_FILE, *FIGURES] if same else [])]:
-                copy_own_file(origin / name, Path(folder))
-        return push_ticket(folder, repo_id, encoding=encoding, **options)
-
-
-def _code_files(folder: Path) -> set[str]:
-    """The modules that config.json names for trust_remote_code, and those that they import."""
-    named = json.loads((folder / CONFIG_FILE).read_text()).get("auto_map", {}).values()
-    found, wanted = set(), {str(name).rpartition("--")[2].split(".")[0] for name in named}
-    while wanted:
-        path = folder / f"{wanted.pop()}.py"
-        if path.name not in found and path.is_file():
-            found.add(path.name)
-            wanted |= set(re.findall(r"^\s*from \.(\w+) import", path.read_text("utf-8"), re.MULTILINE))
-    return found
+def _remove_foreign_code(path: Path) -> None:
+    """Remove a Python file that does more than import hf_slt: whoever pushes a ticket vouches for its code."""
+    pattern = re.escape(REMOTE_TEXT).replace(re.escape("{names}"), r"\w+(, \w+)*")
+    if path.is_file() and not re.fullmatch(pattern, path.read_text("utf-8", errors="replace")):
+        logger.warning(
+            f"{path.name} is not the file that hf_slt writes, and is not pushed; save the ticket again"
+        )
+        path.unlink()

@@ -6,32 +6,39 @@ hamming(A, B)                            weights on which they disagree: kept or
 Masks of different rules can be compared; to be combined they must have the same codes.
 """
 
-import copy
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
 
-from ..model.codes import factors_of, pack_codes, unpack_codes
-from ..model.configuration_supermask_gpt2 import SupermaskGPT2Config
-from ..model.random_weights import TensorSpec
-from ..model.ticket import ADDED, Header, Ticket, TicketError, read_ticket
-from .card import CARD_FILE, FIGURES, factors_told, write_card
-from .files import staged
-from .named_masks import backbone_differences
-from .saving import rewrite_ticket, stored_data
-from .verify import mask_path
+from ..errors import TicketError
+from ..tickets.backbones import backbone_differences, pretrained_differences
+from ..tickets.files import staged
+from ..tickets.format import Header, Ticket, read_ticket
+from ..tickets.verify import mask_path
+from ..tickets.writing import rewrite_ticket
+from ..weights.codes import factors_of, pack_codes, unpack_codes
+from .card import CARD_FILE, FIGURES, write_card
 
 Masks = Mapping[str, np.ndarray]  # by tensor name
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two masks of one tensor, or of all of them together."""
+    """How two masks of one tensor, or of all tensors together, differ.
+
+    Args:
+        size (`int`):
+            Number of weights.
+        kept (`tuple[int, int]`):
+            How many weights each mask keeps.
+        both (`int`):
+            How many weights both keep.
+        hamming (`int`):
+            How many weights have different factors.
+    """
 
     size: int
     kept: tuple[int, int]
@@ -40,6 +47,7 @@ class Comparison:
 
     @property
     def overlap(self) -> float:
+        """What both keep, as a share of what either keeps."""
         either = sum(self.kept) - self.both
         return self.both / either if either else 1.0
 
@@ -52,7 +60,18 @@ class Comparison:
 
 
 def compare_masks(one: Masks, other: Masks) -> dict[str, Comparison]:
-    """Comparison of factors by tensor, and under `"all"` of all tensors as one.
+    """Compare masks by tensor, and under `"all"` all tensors as one.
+
+    Args:
+        one (`Masks`):
+            Factors of every weight by tensor name.
+        other (`Masks`):
+            The same of another mask, with the same names and shapes.
+
+    Returns:
+        `dict[str, Comparison]`: a comparison by tensor name, and one under `"all"`.
+
+    Example:
 
     >>> found = compare_masks({"w": np.array([0, 1, 1, 1])}, {"w": np.array([1, 1, 1, 0])})["w"]
     >>> found.hamming, found.overlap
@@ -72,12 +91,32 @@ def compare_masks(one: Masks, other: Masks) -> dict[str, Comparison]:
 
 
 def intersection(masks: Sequence[np.ndarray], zero: int) -> np.ndarray:
-    """What all keep, as the first has it."""
+    """Keep what all masks keep, with the codes of the first.
+
+    Args:
+        masks (`Sequence[np.ndarray]`):
+            Codes of one tensor, one array per mask.
+        zero (`int`):
+            The code that drops a weight.
+
+    Returns:
+        `np.ndarray`: codes.
+    """
     return np.where(np.logical_and.reduce([mask != zero for mask in masks]), masks[0], zero)
 
 
 def union(masks: Sequence[np.ndarray], zero: int) -> np.ndarray:
-    """What any keeps, as the first that keeps it has it."""
+    """Keep what any mask keeps, with the code of the first that keeps it.
+
+    Args:
+        masks (`Sequence[np.ndarray]`):
+            Codes of one tensor, one array per mask.
+        zero (`int`):
+            The code that drops a weight.
+
+    Returns:
+        `np.ndarray`: codes.
+    """
     result = masks[-1]
     for mask in reversed(masks[:-1]):
         result = np.where(mask != zero, mask, result)
@@ -85,7 +124,18 @@ def union(masks: Sequence[np.ndarray], zero: int) -> np.ndarray:
 
 
 def majority(masks: Sequence[np.ndarray], zero: int | None) -> np.ndarray:
-    """The code that most have; where several are as frequent, that of zero, or the lowest.
+    """Take the code that most masks have. Where several are equally frequent, take that of zero, or the lowest.
+
+    Args:
+        masks (`Sequence[np.ndarray]`):
+            Codes of one tensor, one array per mask.
+        zero (`int` or `None`):
+            The code that drops a weight; None if there is none.
+
+    Returns:
+        `np.ndarray`: codes.
+
+    Example:
 
     >>> majority([np.array([0, 1, 1]), np.array([1, 1, 0]), np.array([0, 1, 0])], 0).tolist()
     [0, 1, 0]
@@ -103,23 +153,74 @@ COMBINATIONS: dict[str, Callable[..., np.ndarray]] = {
 
 
 def compare_tickets(one: str | os.PathLike, other: str | os.PathLike) -> dict[str, Comparison]:
-    """Masks of two ticket folders compared, by tensor; they must be of one backbone."""
+    """Compare the masks of two tickets of one backbone. No weight is drawn, except for rule `trellis`.
+
+    Args:
+        one (`str` or `os.PathLike`):
+            Folder of a ticket.
+        other (`str` or `os.PathLike`):
+            Folder of another ticket with the same seed, law and shapes. Its rule may differ.
+
+    Returns:
+        `dict[str, Comparison]`: a comparison by tensor name, and under `"all"` one of all tensors together.
+
+    Raises:
+        [`TicketError`]: if a ticket is damaged, or if they are of different backbones.
+
+    Example:
+
+    ```python
+    >>> compare_tickets("prose", "poems")["all"].overlap  # doctest: +SKIP
+    ```
+    """
     first, second = _read_alike([one, other])
     return compare_masks(ticket_factors(first), ticket_factors(second))
 
 
 def ticket_factors(ticket: Ticket) -> dict[str, np.ndarray]:
-    """The factor of every weight, by name of the masked tensors."""
-    config = SupermaskGPT2Config.from_dict(dict(ticket.header.config))
-    return {name: factors_of(config.tensor(name), ticket.arrays[name]) for name in ticket.header.masked()}
+    """Return the factor of every weight of a ticket, by name of the masked tensors.
+
+    Args:
+        ticket ([`Ticket`]):
+            A ticket that was read.
+
+    Returns:
+        `dict[str, np.ndarray]`: factors in float32; of a trellis, the chosen numbers in units of their law.
+    """
+    header = ticket.header
+    return {name: factors_of(header.spec(name), ticket.arrays[name]) for name in header.masked()}
 
 
 def combine_tickets(
     sources: Sequence[str | os.PathLike], how: str, target: str | os.PathLike, *, encoding: str = "packed"
 ) -> Header:
-    """A new ticket of the combined masks of ticket folders, with a card of its own.
+    """Write a new ticket with the combined masks of several tickets, and a card of its own.
 
-    Tokenizer and code are taken from the first; its results and figures are not those of the new one.
+    The tokenizer is taken from the first; its results and figures are not, because they are not those of the new one.
+
+    Args:
+        sources (`Sequence[str | os.PathLike]`):
+            Folders of two or more tickets of one backbone, with the same factors.
+        how (`str`):
+            `"intersection"`, `"union"` or `"majority"`.
+        target (`str` or `os.PathLike`):
+            Folder of the new ticket.
+        encoding (`str`, defaults to `"packed"`):
+            How masks are stored: `"packed"` or `"entropy"`.
+
+    Returns:
+        [`Header`]: the header of the new ticket.
+
+    Raises:
+        `ValueError`: for an unknown combination, or fewer than two tickets.
+        [`TicketError`]: if a ticket is damaged, if they are of different backbones, if their codes mean different
+            things, or if nothing would be kept.
+
+    Example:
+
+    ```python
+    >>> combine_tickets(["prose", "poems"], "union", "both")  # doctest: +SKIP
+    ```
     """
     if how not in COMBINATIONS:
         raise ValueError(f"combination {how!r} is not one of {', '.join(map(repr, COMBINATIONS))}")
@@ -129,12 +230,16 @@ def combine_tickets(
         raise TicketError(f"{target}: one of the tickets to combine, which stay; give another folder")
     tickets = _read_alike(sources)
     for key in ("factors", "search", "frozen_density"):
-        values = [(ADDED | dict(ticket.header.config))[key] for ticket in tickets]
+        values = [ticket.header.options[key] for ticket in tickets]
         if values != values[:1] * len(values):
             raise TicketError(
                 f"masks of {key} {values} cannot be combined: their codes mean different things"
             )
-    factors, masks = list(factors_told(tickets[0].header)), {}
+    if (states := tickets[0].header.options.get("state_bits")) is not None:
+        raise TicketError(
+            f"masks of a trellis (state_bits {states}) cannot be combined: a code means something only in its path"
+        )
+    factors, masks = list(tickets[0].header.options["factors"]), {}
     zero = factors.index(0.0) if 0.0 in factors else None
     if zero is None and how != "majority":
         raise TicketError(
@@ -170,44 +275,9 @@ def _read_alike(sources: Sequence[str | os.PathLike]) -> list[Ticket]:
     tickets: list[Ticket] = []
     for source in sources:
         tickets.append(read_ticket(mask_path(source)))
-        if differences := backbone_differences(*(one.header.config for one in (tickets[0], tickets[-1]))):
+        first, last = tickets[0].header, tickets[-1].header
+        differences = backbone_differences(first.config, last.config) + pretrained_differences(first, last)
+        if differences:
             differ = "; ".join(differences[:3])
             raise TicketError(f"{sources[0]} and {source} are of different backbones: {differ}")
     return tickets
-
-
-def code_array(tensor: TensorSpec, packed: np.ndarray) -> np.ndarray:
-    """The codes of a tensor in its shape, or in a row where a share is searched; booleans for (0, 1)."""
-    codes = unpack_codes(packed, tensor.searched, len(tensor.factors))
-    codes = codes.view(bool) if tensor.factors == (0.0, 1.0) else codes
-    return codes.reshape(tensor.shape) if tensor.search == 1 else codes
-
-
-def mask_arrays(model: Any) -> dict[str, np.ndarray]:
-    """Every mask of a model by tensor name: codes, or booleans where the factors are 0 and 1."""
-    return {
-        tensor.name: code_array(tensor, packed)
-        for _, layer, stored in stored_data(model)
-        if layer.kind == "masked"
-        for tensor, packed in zip(layer.tensors, stored, strict=True)
-    }
-
-
-def ticket_of_masks(model_class: Any, config: SupermaskGPT2Config, masks: Masks) -> Any:
-    """A ticket, in memory, of these masks by tensor name; all that the configuration has are needed."""
-    config = copy.deepcopy(config)
-    config.state, config.mask_digest = "ticket", None
-    model = model_class(config).eval()
-    layers = [layer for _, layer in model.supermask_layers() if layer.kind == "masked"]
-    names = {tensor.name for layer in layers for tensor in layer.tensors}
-    if names != masks.keys():
-        missing, unknown = sorted(names - masks.keys()), sorted(masks.keys() - names)
-        raise ValueError(f"no mask for {missing}" if missing else f"the configuration has no {unknown}")
-    for layer in layers:
-        for tensor, stored in zip(layer.tensors, layer.stored(), strict=True):
-            wanted = tensor.shape if tensor.search == 1 else (tensor.searched,)
-            if (shape := masks[tensor.name].shape) != wanted:
-                raise ValueError(f"the mask of {tensor.name} has shape {shape}, not {wanted}")
-            stored.copy_(torch.from_numpy(pack_codes(masks[tensor.name], len(tensor.factors))))
-        layer.materialise()
-    return model

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .files import replacing
+from ..tickets.files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Record = Mapping[str, Any]
 
-# Okabe and Ito's colours, told apart with any colour vision; markers and dashes tell the same again.
+# Okabe and Ito's colours, which differ for every colour vision; markers and dashes differ too.
 BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY = "#0072B2 #D55E00 #009E73 #CC79A7 #E69F00 #56B4E9".split()
 COLOURS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY)
 MARKERS = "osD^vP"
@@ -34,12 +34,29 @@ MOST_TENSORS = 8  # in one picture of masks
 
 
 def plot_run(records: Iterable[Record], path: str | os.PathLike, title: str) -> Path:
-    """Curves of one run: loss, learning rate, and the share of mask bits that flip between two looks."""
+    """Draw the curves of one run: loss, learning rate, and the share of mask bits that flip between two evaluations.
+
+    Args:
+        records (`Iterable[Record]`):
+            The lines of log.jsonl.
+        path (`str` or `os.PathLike`):
+            The picture to write. Its suffix is the format.
+        title (`str`):
+            Title of the figure.
+
+    Returns:
+        `Path`: the picture.
+
+    Raises:
+        `ValueError`: if no record holds a number.
+    """
     records = list(records)
     train, rate = (_series(records, "train", name) for name in ("loss", "rate"))
     validation = _series(records, "evaluation", "loss")
     flipped = _series(records, "masks", "flipped")
-    flipped = tuple(values[flipped[1] > 0] for values in flipped)  # the first look has nothing before it
+    flipped = tuple(
+        values[flipped[1] > 0] for values in flipped
+    )  # the first evaluation has nothing before it
 
     def draw_loss(axes: "Axes") -> None:
         if len(train[0]):
@@ -65,7 +82,7 @@ def plot_run(records: Iterable[Record], path: str | os.PathLike, title: str) -> 
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=None))
-        axes.set_ylabel("mask bits flipped\nsince last look")
+        axes.set_ylabel("mask bits flipped\nsince last evaluation")
 
     found = (
         (draw_loss, 2.2, len(train[0]) + len(validation[0])),
@@ -88,7 +105,22 @@ def plot_run(records: Iterable[Record], path: str | os.PathLike, title: str) -> 
 
 
 def plot_comparison(runs: Mapping[str, Iterable[Record]], path: str | os.PathLike, title: str) -> Path:
-    """Validation loss of several runs; one that was never trained (step 0 only) is a level line."""
+    """Draw the validation losses of several runs. A run that was never trained (step 0 only) is a level line.
+
+    Args:
+        runs (`Mapping[str, Iterable[Record]]`):
+            The lines of each run's log.jsonl, by its label.
+        path (`str` or `os.PathLike`):
+            The picture to write.
+        title (`str`):
+            Title of the figure.
+
+    Returns:
+        `Path`: the picture.
+
+    Raises:
+        `ValueError`: if no run has an evaluation.
+    """
     found = {label: _series(records, "evaluation", "loss") for label, records in runs.items()}
     drawn = {label: series for label, series in found.items() if len(series[0])}
     if not drawn:
@@ -113,11 +145,25 @@ def plot_comparison(runs: Mapping[str, Iterable[Record]], path: str | os.PathLik
 
 
 def plot_masks(masks: Mapping[str, np.ndarray], path: str | os.PathLike, title: str | None = None) -> Path:
-    """A picture of masks: where weights are kept, and how evenly rows and columns share them.
+    """Draw masks: where weights are kept, and how evenly rows and columns share them.
 
     One tensor of each kind is drawn, that of a middle block. Above, the share kept in each cell of the
     tensor; below, the share kept of each row and column. Dotted: a random mask of the same density. Of masks
     that keep every weight, with factors of both signs, the positive ones are shown instead.
+
+    Args:
+        masks (`Mapping[str, np.ndarray]`):
+            Factors of every weight, by tensor name.
+        path (`str` or `os.PathLike`):
+            The picture to write.
+        title (`str`, *optional*):
+            Title of the figure.
+
+    Returns:
+        `Path`: the picture.
+
+    Raises:
+        `ValueError`: if no mask is given.
     """
     names = choose_tensors(list(masks), MOST_TENSORS)
     if not names:
@@ -193,7 +239,18 @@ def _draw_shares(axes: "Axes", mask: np.ndarray, share: str) -> None:
 
 
 def choose_tensors(names: Sequence[str], most: int) -> list[str]:
-    """One tensor of each kind, from the middle of its blocks; in the order of the names.
+    """Choose one tensor of each kind, from the middle of its blocks, in the order of the names.
+
+    Args:
+        names (`Sequence[str]`):
+            Names of tensors.
+        most (`int`):
+            How many to choose at most.
+
+    Returns:
+        `list[str]`: names.
+
+    Example:
 
     >>> choose_tensors(["wte", "h.0.attn.c_proj", "h.1.attn.c_proj", "h.2.attn.c_proj"], 8)
     ['wte', 'h.1.attn.c_proj']
@@ -205,7 +262,16 @@ def choose_tensors(names: Sequence[str], most: int) -> list[str]:
 
 
 def density_map(mask: np.ndarray) -> np.ndarray:
-    """Share kept in each cell of a grid, edges as even as whole weights allow.
+    """Compute the share kept in each cell of a grid, whose edges are as even as whole weights allow.
+
+    Args:
+        mask (`np.ndarray`):
+            A boolean matrix.
+
+    Returns:
+        `np.ndarray`: shares, at most `CELLS` along each side.
+
+    Example:
 
     >>> density_map(np.eye(8, dtype=bool)).tolist()
     [[0.25, 0.0], [0.0, 0.25]]
@@ -219,7 +285,18 @@ def density_map(mask: np.ndarray) -> np.ndarray:
 
 
 def smooth(values: np.ndarray, window: int | None = None) -> np.ndarray:
-    """Running mean over `window` values (a twenty-fifth of them by default), narrower at both ends.
+    """Compute the running mean, over a narrower window at both ends.
+
+    Args:
+        values (`np.ndarray`):
+            A series.
+        window (`int`, *optional*):
+            Number of values in the window. Default: a twenty-fifth of them.
+
+    Returns:
+        `np.ndarray`: the means, as many as there are values.
+
+    Example:
 
     >>> smooth(np.array([1., 2., 6., 3.]), 3).tolist()
     [1.0, 3.0, 3.6666666666666665, 3.0]
@@ -240,11 +317,9 @@ def _series(records: Iterable[Record], kind: str, name: str) -> tuple[np.ndarray
     return steps[finite], values[finite]
 
 
-def _figure(width: float, height: float, extra: str = "train") -> "Figure":
-    try:
-        from matplotlib.figure import Figure  # an extra, and slow to import; no pyplot, so nothing to close
-    except ImportError as error:
-        raise ImportError(f'figures need matplotlib: pip install "hf_slt[{extra}]"') from error
+def _figure(width: float, height: float) -> "Figure":
+    from matplotlib.figure import Figure  # slow to import; no pyplot, so there is nothing to close
+
     return Figure(figsize=(width, height), dpi=150, layout="constrained")
 
 

@@ -1,10 +1,8 @@
-"""Where documents come from: this Python installation, local files, or the Hub.
+"""Where text comes from: this Python installation, local files, or data sets of the Hub.
 
-A document is a string; documents are walked, as often as one likes, and never held in memory.
-Nothing here draws a random number: which text validates is a function of the text, so that a digest names
-the data.
-
-    side(document) = validation  if  sha256(document) / 2**256 < fraction  else  train
+Every source becomes a `datasets.Dataset`, or an `IterableDataset` when it is streamed, with the single column
+`text`. One row is one document, and no document is empty. What is read lies on the disk as memory-mapped Arrow,
+or is streamed; it is never held in memory as a whole, except for the embedded corpus of 3 MB.
 """
 
 import ast
@@ -14,16 +12,15 @@ import inspect
 import os
 import re
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-from ..model.ticket import SLTError
+from ..errors import SLTError
 
 SUFFIXES = {".txt": "text", ".md": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 # Name beginnings in the standard library that are not prose, not the library, or one machine's build.
@@ -31,9 +28,8 @@ SKIPPED = (
     *("_sysconfigdata", "config-", "dist-packages", "encodings", "ensurepip", "idlelib", "lib2to3"),
     *("lib-dynload", "pydoc_data", "site-packages", "test", "turtledemo", "__pycache__"),
 )
-PART = 8000  # characters, about, of a document of the embedded corpus
-FEW_DOCUMENTS = 100  # below this a split by document could leave one side empty
-JUDGED = 10_000  # documents by which a split is judged: a stream may have no end
+PART = 8000  # approximate number of characters of a document of the embedded corpus
+MIXING_SEED = 0  # of the random order in which documents of several sources are mixed
 
 # Strings and comments of a Python source in one pass; other strings are matched so as to be passed over.
 _PROSE = re.compile(
@@ -49,18 +45,25 @@ _PROSE = re.compile(
 
 
 class DataError(SLTError):
-    """The text cannot become blocks; the message names the value and the cure."""
+    """The text cannot become blocks. The message names the value and what to do."""
 
 
-LIBRARIES = (
-    "what is read is not at fault: a library here is missing or does not fit another; install the one named,"
-    " or all anew: pip install --upgrade numpy pyarrow datasets"
+LIBRARY_HINT = (
+    "the text is not at fault: a library is missing or does not fit another one; install the one named, or"
+    " renew them all: pip install --upgrade numpy pyarrow datasets"
 )
 
 
 @contextmanager
-def explained(action: str, cure: str) -> Iterator[None]:
-    """Any error inside as a DataError: loaders raise a dozen kinds, the cause often two levels down."""
+def wrap_errors(action: str, hint: str) -> Iterator[None]:
+    """Turn any error inside into a `DataError`. Loaders raise a dozen types, with the cause two levels down.
+
+    Args:
+        action (`str`):
+            What failed, as in "cannot {action}".
+        hint (`str`):
+            What the user can do.
+    """
     try:
         yield
     except DataError:
@@ -70,32 +73,46 @@ def explained(action: str, cure: str) -> Iterator[None]:
         cause: BaseException | None = error
         while cause is not None:
             causes.append(f"{type(cause).__name__}: {(str(cause).splitlines() or [''])[0]}")
-            if _is_of_a_library(cause):
-                cure = LIBRARIES
+            if _is_library_error(cause):
+                hint = LIBRARY_HINT
             cause = cause.__cause__
-        raise DataError(f"cannot {action}: {' <- '.join(causes)}; {cure}") from error
+        raise DataError(f"cannot {action}: {' <- '.join(causes)}; {hint}") from error
 
 
-def _is_of_a_library(error: BaseException) -> bool:
-    """Whether no text could cause it: a module that cannot be imported, or lacks a name."""
-    lacking = isinstance(error, AttributeError) and isinstance(error.obj, ModuleType)
-    return lacking or isinstance(error, ImportError)
+def _is_library_error(error: BaseException) -> bool:
+    """Return whether no text could cause the error: a module cannot be imported, or lacks a name."""
+    lacks_name = isinstance(error, AttributeError) and isinstance(error.obj, ModuleType)
+    return lacks_name or isinstance(error, ImportError)
 
 
 def option(text: str, default: Any = None, **keywords: Any) -> Any:
-    """A field of a dataclass of arguments, with its help and other keywords of `add_argument`."""
+    """Declare a field of a dataclass of arguments, with its help and other keywords of `add_argument`.
+
+    Args:
+        text (`str`):
+            Help text.
+        default (*optional*):
+            Value of the option if it is left out.
+        keywords:
+            Other keywords of `add_argument`.
+
+    Returns:
+        A field of a dataclass.
+    """
     return field(default=default, metadata={"help": text, **keywords})
 
 
 @dataclass
 class CorpusArguments:
-    """Where the text comes from; with nothing given, the embedded corpus."""
+    """Where the text comes from. By default it is the embedded corpus."""
 
-    dataset: str | None = option(
-        "Data set on the Hub, or a local folder in the same form, such as Salesforce/wikitext."
-        " Without this and without train_files, the text embedded in every Python installation."
+    dataset: list[str] | None = option(  # noqa: RUF009 (the default is None)
+        "Data set on the Hub, or a local folder in the same form, such as Salesforce/wikitext; several are"
+        " joined. Without this and without train_files, the text embedded in every Python installation."
     )
-    dataset_config: str | None = option("Configuration of the data set, such as wikitext-103-raw-v1.")
+    dataset_config: list[str] | None = option(  # noqa: RUF009
+        "Configuration of each data set, such as wikitext-103-raw-v1."
+    )
     train_split: str = option("Split of the data set to train on.", "train")
     validation_split: str = option(
         "Split of the data set to validate on; if it has none, validation_fraction of the train split.",
@@ -105,11 +122,15 @@ class CorpusArguments:
         "Local .txt, .md, .json, .jsonl or .parquet files, folders of them or glob patterns, instead of a"
         " data set."
     )
+    mixing_weights: list[float] | None = option(  # noqa: RUF009
+        "Mix the data sets, or the entries of train_files, in a random order with these probabilities, until"
+        " each was read once. Without this they follow one another."
+    )
     validation_files: list[str] | None = option(  # noqa: RUF009
         "Local files to validate on; without them, validation_fraction of train_files."
     )
     validation_fraction: float = option(
-        "Share held out where no validation text is given: documents chosen by their hash, or the end of"
+        "Fraction held out where no validation text is given: documents chosen by their hash, or the end of"
         " each document where there are fewer than 100 or their lengths make that choice uneven.",
         0.05,
     )
@@ -127,26 +148,59 @@ class CorpusArguments:
             raise DataError(f"validation_fraction {fraction} is not between 0 and 1; try 0.05")
         if self.sample_by not in ("document", "paragraph", "line"):
             raise DataError(f"sample_by {self.sample_by!r} is unknown; use document, paragraph or line")
+        if isinstance(self.dataset, str):
+            self.dataset = [self.dataset]
+        if isinstance(self.dataset_config, str):
+            self.dataset_config = [self.dataset_config]
         if self.dataset and self.train_files:
-            raise DataError(f"dataset {self.dataset!r} and train_files are both given; leave one of them out")
+            names = ", ".join(self.dataset)
+            raise DataError(f"dataset {names} and train_files are both given; leave one of them out")
+        if self.dataset_config and len(self.dataset_config) != len(self.dataset or ()):
+            raise DataError(
+                f"dataset_config has {len(self.dataset_config)} entries for {len(self.dataset or ())} data sets;"
+                " give one for each, or none"
+            )
+        if self.mixing_weights is not None:
+            sources = len(self.dataset or self.train_files or ())
+            if len(self.mixing_weights) != sources or not all(one > 0 for one in self.mixing_weights):
+                raise DataError(
+                    f"mixing_weights {self.mixing_weights} for {sources} data sets or entries of train_files;"
+                    " give one positive number for each"
+                )
         if self.validation_files and not self.train_files:
             raise DataError("validation_files without train_files: name the files to train on as well")
 
 
-class Documents:
-    """Texts that can be walked any number of times without being held in memory; empty ones are left out."""
+def iterate_texts(texts: Any) -> Iterator[str]:
+    """Yield the documents of a data set, or of any iterable of strings, a thousand of them in memory at most.
 
-    def __init__(self, walk: Callable[[], Iterable[str]]) -> None:
-        self._walk = walk
+    Args:
+        texts:
+            A data set with a column of text, or an iterable of strings.
 
-    def __iter__(self) -> Iterator[str]:
-        return (text for text in self._walk() if text)
+    Yields:
+        One document at a time.
+    """
+    if not hasattr(texts, "select_columns"):
+        yield from texts
+        return
+    with wrap_errors("read the text", "check that it is whole and in UTF-8"):
+        for batch in texts.iter(1000):
+            yield from batch["text"]
 
 
-def digest_documents(documents: Iterable[str]) -> str:
-    """SHA-256 over the documents, each after its length, so that moving a boundary changes it."""
+def digest_documents(documents: Any) -> str:
+    """Return the SHA-256 of the documents, each preceded by its length: moving a boundary changes the digest.
+
+    Args:
+        documents:
+            A data set with a column of text, or an iterable of strings.
+
+    Returns:
+        `str`: 64 hexadecimal digits.
+    """
     digest = hashlib.sha256()
-    for text in documents:
+    for text in iterate_texts(documents):
         data = text.encode()
         digest.update(len(data).to_bytes(8, "big") + data)
     return digest.hexdigest()
@@ -157,10 +211,10 @@ def digest_documents(documents: Iterable[str]) -> str:
 
 @cache
 def embedded_corpus() -> tuple[str, ...]:
-    """Prose of this Python installation: the language reference, then the standard library's.
+    """Return the prose of this Python installation: the language reference, then the standard library's.
 
-    Sources are read, never imported. The order is that of names, so that equal installations give
-    equal text; another Python version gives other text, which the digest shows.
+    Sources are read, never imported, in the order of their names. Equal installations give equal text. Another
+    Python version gives other text, which the digest shows.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     documents: list[str] = []
@@ -176,7 +230,7 @@ def embedded_corpus() -> tuple[str, ...]:
                 documents.append(_prose((Path(folder) / name).read_text("utf-8", "replace")))
     parts = []
     for text in documents:
-        # Parts of like size, cut between paragraphs: a few long modules would make the split uneven.
+        # Parts of similar size, cut between paragraphs: a few long modules would make the split uneven.
         while (cut := text.find("\n\n", PART)) >= 0:
             parts.append(text[:cut])
             text = text[cut + 2 :]
@@ -185,7 +239,7 @@ def embedded_corpus() -> tuple[str, ...]:
 
 
 def _prose(source: str) -> str:
-    r"""Docstrings of a Python source under their signatures, and its longer comments, in their order.
+    r"""Return the docstrings of a Python source under their signatures, and its longer comments, in order.
 
     >>> _prose('x = "#"\n\ndef add(a, b):\n    \'\'\'The sum.\'\'\'\n')
     'add(a, b)\n\nThe sum.'
@@ -197,7 +251,7 @@ def _prose(source: str) -> str:
             if len(comment.split()) >= 8:  # shorter ones are labels and switched-off code
                 parts.append(comment)
         elif match["signature"] or match["alone"] is not None:
-            docstring = inspect.cleandoc(match["docstring"].replace("\\\n", ""))  # a line goes on
+            docstring = inspect.cleandoc(match["docstring"].replace("\\\n", ""))  # a continued line
             parts += filter(None, (match["signature"], docstring))
     return "\n\n".join(parts)
 
@@ -205,43 +259,115 @@ def _prose(source: str) -> str:
 # -- local files and the Hub ----------------------------------------------------------------------
 
 
-def load_documents(args: CorpusArguments) -> tuple[Documents, Documents, str, str]:
-    """Train documents, validation documents, the name of their source, and what validates, in words."""
-    validation, held_out = None, "text of its own"
+def load_texts(args: CorpusArguments) -> tuple[Any, Any, str]:
+    """Load the documents that the arguments name.
+
+    Args:
+        args ([`CorpusArguments`]):
+            Where the text comes from.
+
+    Returns:
+        `tuple`: the documents to train on, those to validate on if the arguments or the data set name any, and
+        the name of the source.
+    """
+    validation = None
     if args.train_files:
-        source, options = ", ".join(args.train_files), (args.text_column, args.sample_by, args.streaming)
-        train = read_files(args.train_files, *options)
+        options = (args.text_column, args.sample_by, args.streaming)
+        patterns = [[one] for one in args.train_files] if args.mixing_weights else [args.train_files]
+        train = [read_files(one, *options) for one in patterns]
         if args.validation_files:
             validation = read_files(args.validation_files, *options)
+        source = ", ".join(args.train_files)
     elif args.dataset:
-        source = f"{args.dataset} {args.dataset_config or ''}".strip()
-        cure = "check name and network, use train_files, or leave dataset out for the embedded corpus"
-        with explained(f"load data set {source}", cure):
-            from datasets import load_dataset  # slow to import, and the embedded corpus does without
-
-            splits = load_dataset(args.dataset, args.dataset_config, streaming=args.streaming)
-        if args.train_split not in splits:
-            found = ", ".join(splits)
-            raise DataError(f"{source} has no split {args.train_split!r}; set train_split to one of: {found}")
-        train = _column(splits[args.train_split], args.text_column, source)
-        if args.validation_split in splits:
-            validation = _column(splits[args.validation_split], args.text_column, source)
+        configs = args.dataset_config or [""] * len(args.dataset)
+        named = list(zip(args.dataset, configs, strict=True))
+        pairs = [_read_dataset(args, *pair) for pair in named]
+        train = [one for one, _ in pairs]
+        held_out = [one for _, one in pairs if one is not None]
+        validation = _mix(held_out, None) if len(held_out) == len(pairs) else None
+        source = ", ".join(
+            f"{name} {config or ''}".strip() for name, config in zip(args.dataset, configs, strict=True)
+        )
     else:
-        source, train = "embedded corpus", Documents(embedded_corpus)
-    if validation is None:
-        if args.streaming and not args.end_of_text:
-            raise DataError(f"{source}: a stream of lines has no known end to hold out; name validation text")
-        lines = not args.end_of_text
-        train, validation, held_out = split_documents(train, args.validation_fraction, lines)
-    return train, validation, source, held_out
+        from datasets import Dataset
+
+        source, train = "embedded corpus", [Dataset.from_dict({"text": list(embedded_corpus())})]
+    return _mix(train, args.mixing_weights), validation, source
+
+
+def _mix(texts: Sequence[Any], weights: Sequence[float] | None) -> Any:
+    """Return one data set of several: one after the other, or mixed with these probabilities."""
+    if len(texts) == 1:
+        return texts[0]
+    from datasets import concatenate_datasets, interleave_datasets
+
+    if weights is None:
+        return concatenate_datasets(list(texts))
+    shares = [one / sum(weights) for one in weights]
+    return interleave_datasets(list(texts), shares, seed=MIXING_SEED, stopping_strategy="all_exhausted")
+
+
+def _read_dataset(args: CorpusArguments, name: str, config: str) -> tuple[Any, Any]:
+    """Return the train and the validation documents of one data set; the latter are None if it has none."""
+    source = f"{name} {config}".strip()
+    hint = "check name and network, use train_files, or leave dataset out for the embedded corpus"
+    with wrap_errors(f"load data set {source}", hint):
+        from datasets import load_dataset  # slow to import
+
+        _require_hub(name)
+        splits = load_dataset(name, config or None, streaming=args.streaming)
+    if args.train_split not in splits:
+        found = ", ".join(splits)
+        raise DataError(f"{source} has no split {args.train_split!r}; set train_split to one of: {found}")
+    train, validation = (
+        _text_column(splits[split], args.text_column, source) if split in splits else None
+        for split in (args.train_split, args.validation_split)
+    )
+    return train, validation
+
+
+def _require_hub(name: str) -> None:
+    """Raise `DataError` at once if a data set is neither on this machine nor can be fetched.
+
+    By itself `datasets` asks a Hub that does not answer again and again, for half a minute.
+    """
+    from datasets import config
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    if os.path.isdir(name) or Path(config.HF_DATASETS_CACHE, name.replace("/", "___")).is_dir():
+        return
+    try:
+        HfApi().dataset_info(name, timeout=5)
+    except (HfHubHTTPError, OfflineModeIsEnabled):
+        return  # an answer: load_dataset says what it means
+    except Exception as error:  # of the HTTP library that huggingface_hub uses
+        raise DataError(
+            f"cannot load data set {name}: the Hub does not answer ({error}); check the network, use train_files, "
+            "or leave dataset out for the embedded corpus"
+        ) from error
 
 
 def read_files(
     patterns: Iterable[str], text_column: str = "text", sample_by: str = "document", streaming: bool = False
-) -> Documents:
-    """Documents of local text, JSON lines or Parquet files, in the order of the patterns, then of names.
+) -> Any:
+    """Read local text, JSON lines or Parquet files, in the order of the patterns, then of names.
 
-    A folder stands for the files in it that have one of these suffixes.
+    Args:
+        patterns (`Iterable[str]`):
+            Files, glob patterns, or folders, which stand for the files in them that have a known suffix.
+        text_column (`str`, defaults to `"text"`):
+            Column that holds the text.
+        sample_by (`str`, defaults to `"document"`):
+            What one document is in a plain text file: `"document"` (the file), `"paragraph"` or `"line"`.
+        streaming (`bool`, defaults to `False`):
+            Whether to read the files while they are used.
+
+    Returns:
+        `datasets.Dataset` or `datasets.IterableDataset`: the documents, in the column `text`.
+
+    Raises:
+        [`DataError`]: if files are missing, or not all of one known kind.
     """
     files: dict[str, str] = {}  # path -> kind, each once
     for pattern in patterns:
@@ -268,73 +394,31 @@ def read_files(
     # Line breaks are kept: the blocks are to hold the text of the file.
     options = {"sample_by": sample_by, "keep_linebreaks": True} if kinds == ["text"] else {}
     source = ", ".join(files)
-    with explained(f"read {source}", "check that the files are whole and in UTF-8"):
+    with wrap_errors(f"read {source}", "check that the files are whole and in UTF-8"):
         from datasets import load_dataset
 
         loaded = load_dataset(kinds[0], data_files={"train": list(files)}, streaming=streaming, **options)
-    return _column(loaded["train"], text_column, source)
+    return _text_column(loaded["train"], text_column, source)
 
 
-def _column(dataset: Any, column: str, source: str) -> Documents:
-    reading = (f"read {source}", "check that the text is whole and in UTF-8")
-    with explained(*reading):  # a stream learns its columns by reading
-        columns = dataset.column_names or list(next(iter(dataset), {}))
-    if columns and column not in columns:
-        raise DataError(f"{source} has no column {column!r}; set text_column to one of: {', '.join(columns)}")
-
-    def walk() -> Iterator[str]:
-        with explained(*reading):
-            for batch in dataset.select_columns([column]).iter(1000) if columns else ():
-                for text in batch[column]:
-                    if not isinstance(text, (str, type(None))):
-                        held = f"column {column!r} holds {type(text).__name__}"
-                        raise DataError(f"{source}: {held}; set text_column to one of text")
-                    yield text or ""
-
-    return Documents(walk)
-
-
-# -- train and validation -------------------------------------------------------------------------
+def _text_column(dataset: Any, column: str, source: str) -> Any:
+    """Return the non-empty texts of one column, as the column `text`."""
+    with wrap_errors(f"read {source}", "check that the text is whole and in UTF-8"):
+        first: dict[str, Any] = next(iter(dataset), {})  # a stream learns its columns by reading
+        if first and column not in first:
+            raise DataError(
+                f"{source} has no column {column!r}; set text_column to one of: {', '.join(first)}"
+            )
+        if not isinstance(first.get(column), str | None):
+            kind = type(first[column]).__name__
+            raise DataError(f"{source}: column {column!r} holds {kind}; set text_column to one of text")
+        if not first:
+            return dataset
+        dataset = dataset.select_columns([column])
+        if column != "text":
+            dataset = dataset.rename_column(column, "text")
+        return dataset.filter(_are_not_empty, input_columns=["text"], batched=True)
 
 
-def split_documents(
-    documents: Iterable[str], fraction: float, lines: bool = False
-) -> tuple[Documents, Documents, str]:
-    """Train and validation documents, and what validates; the same text always falls on the same side.
-
-    Many documents: each goes by its own hash, so that a copy never validates what was trained on. With
-    `lines`, rows continue one another: the last rows. Where documents are few, or so uneven that this would
-    hold out less than half or more than twice the fraction of the text: the end of each.
-    """
-    count = sum(1 for _ in (documents if lines else islice(documents, FEW_DOCUMENTS)))
-    cut = count - max(1, round(count * fraction))
-
-    def validates(row: int, text: str) -> bool:
-        if lines:
-            return row >= cut
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") < fraction * 2**64
-
-    def cut_at(text: str) -> int:
-        """Where the held-out end begins: after a line break, if there is one shortly before that place."""
-        place = round(len(text) * (1 - fraction))
-        slack = round(len(text) * min(fraction, 1 - fraction) / 2)
-        return text.rfind("\n", place - slack, place) + 1 or place
-
-    def part(held_out: bool) -> Documents:
-        return Documents(
-            lambda: (text for row, text in enumerate(documents) if validates(row, text) == held_out)
-        )
-
-    length = held = 0
-    for row, text in enumerate(documents if lines else islice(documents, JUDGED)):
-        length, held = length + len(text), held + len(text) * validates(row, text)
-    share = held / max(1, length)
-    if (lines or count == FEW_DOCUMENTS) and fraction / 2 <= share <= 2 * fraction:
-        how = "the last rows" if lines else "documents chosen by their hash"
-        return part(False), part(True), f"{how}, {share:.1%} of the text"
-    few = f"{count} documents" if count < FEW_DOCUMENTS else "documents of very uneven lengths"
-    return (
-        Documents(lambda: (text[: cut_at(text)] for text in documents)),
-        Documents(lambda: (text[cut_at(text) :] for text in documents)),
-        f"the last {fraction:.1%} of each document, as there are {few}",
-    )
+def _are_not_empty(texts: Sequence[str | None]) -> list[bool]:
+    return [bool(text) for text in texts]

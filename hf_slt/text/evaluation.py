@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import chain
 from typing import Any
 
@@ -23,27 +23,37 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
-from tqdm.auto import tqdm
 
 try:
-    from hf_slt.model.ticket import SLTError
+    from ..errors import SLTError
+    from ..masks.cache import fixed_masks
+    from ..progress import progress_bar
 except ImportError:  # copied into the cache of `evaluate`, beside causal_lm_metric.py and nothing else
     SLTError = ValueError  # type: ignore[misc, assignment]
+    fixed_masks = nullcontext  # type: ignore[misc, assignment]
+    from tqdm.auto import tqdm as progress_bar  # type: ignore[no-redef]
 
 LONGEST_WINDOW = 1024  # default where a model could take more: windows of 100k tokens fill any memory
 
 
 class EvaluationError(SLTError):
-    """Model, tokenizer and text do not fit; the message names the value and the cure."""
+    """Model, tokenizer and text do not fit; the message names the value and what to do."""
 
 
 @contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Without gradients and in eval mode; every module gets back the mode it had, on errors too."""
+    """Evaluate a model within this block: without gradients and in eval mode.
+
+    Every module gets back the mode it had, on errors too. A model that learns computes its weights once.
+
+    Args:
+        model (`torch.nn.Module`):
+            Any model.
+    """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), fixed_masks():
             yield
     finally:
         for module, mode in modes:
@@ -81,16 +91,31 @@ def evaluate_blocks(
     reduce: Callable[[Tensor], Tensor] | None = None,
     progress: bool = False,
 ) -> dict[str, float]:
-    """Loss, perplexity and tokens over packed blocks; bits per byte where `bytes_per_token` is given.
+    """Measure a model on packed blocks. Each block predicts all its tokens but the first.
 
-    A batch is ids (batch, length), or a mapping with `input_ids` and perhaps `labels`, of which -100 is
-    left out. Each block predicts all its tokens but the first. Batches may be of any sizes. `reduce` sums
-    a tensor over processes (`accelerator.reduce`): each then returns the measures of all batches.
+    Args:
+        model (`torch.nn.Module`):
+            A causal language model.
+        batches (`Iterable[Any]`):
+            Each is ids (batch, length), or a mapping with `input_ids` and perhaps `labels`, of which -100 is left
+            out. Batches may be of any sizes.
+        bytes_per_token (`float`, *optional*):
+            UTF-8 bytes per token of the text, for bits per byte.
+        reduce (`Callable[[Tensor], Tensor]`, *optional*):
+            Sums a tensor over processes (`accelerator.reduce`): each then returns the measures of all batches.
+        progress (`bool`, defaults to `False`):
+            Whether to show a bar.
+
+    Returns:
+        `dict[str, float]`: `loss`, `perplexity` and `tokens`; `bits_per_byte` if `bytes_per_token` is given.
+
+    Raises:
+        [`EvaluationError`]: if there is no token to predict.
     """
     device = _device(model)
     nats, tokens = 0.0, 0
     with evaluating(model):
-        for batch in tqdm(batches, "evaluating", disable=not progress, leave=False):
+        for batch in progress_bar(batches, "evaluating", disable=not progress, leave=False, unit="batch"):
             mapping = batch if hasattr(batch, "keys") else {"input_ids": batch}
             ids = torch.as_tensor(mapping["input_ids"], device=device).long()
             labels = torch.as_tensor(mapping.get("labels", ids), device=device).long()
@@ -131,12 +156,33 @@ def evaluate_text(
     batch_size: int = 4,
     progress: bool = False,
 ) -> dict[str, float]:
-    """Loss, perplexity, bits per byte, tokens and bytes of texts, each a document of its own.
+    """Measure a model on texts, each a document of its own.
 
-    A document is read after the start token (else end-of-text), so that its first token is predicted too.
-    Windows of `block_size` inputs (at most 1024 by default) advance by `stride` (half of that): a token
-    sees at least block_size - stride tokens before it, or all there are.
-    Empty texts are passed over. Bits per byte assume a tokenizer that loses nothing, such as byte-level BPE.
+    A document is read after the start token (else end-of-text), so that its first token is predicted too. A token
+    sees at least block_size - stride tokens before it, or all there are. Bits per byte assume a tokenizer that loses
+    nothing, such as byte-level BPE.
+
+    Args:
+        model (`torch.nn.Module`):
+            A causal language model.
+        tokenizer:
+            Its tokenizer.
+        texts (`str` or `Iterable[str]`):
+            One text, or several. Empty ones are left out.
+        block_size (`int`, *optional*):
+            Inputs in a window. Default: the positions of the model, at most 1024.
+        stride (`int`, *optional*):
+            How far a window advances. Default: half of a window.
+        batch_size (`int`, defaults to 4):
+            Windows in a batch.
+        progress (`bool`, defaults to `False`):
+            Whether to show a bar.
+
+    Returns:
+        `dict[str, float]`: `loss`, `perplexity`, `bits_per_byte`, `tokens` and `bytes`.
+
+    Raises:
+        [`EvaluationError`]: if there is no text, a window is impossible, or the tokenizer is not the model's.
     """
     config = getattr(model, "config", None)
     longest = getattr(config, "max_position_embeddings", None)
@@ -173,7 +219,10 @@ def evaluate_text(
 
     device = _device(model)
     nats, tokens = 0.0, 0
-    with evaluating(model), tqdm(total=len(windows), desc="evaluating", disable=not progress) as bar:
+    with (
+        evaluating(model),
+        progress_bar(total=len(windows), desc="evaluating", disable=not progress, unit="window") as bar,
+    ):
         for start in range(0, len(windows), batch_size):
             rows = zip(*windows[start : start + batch_size], strict=True)
             inputs, targets = ([torch.tensor(row, device=device) for row in half] for half in rows)
@@ -189,7 +238,17 @@ def evaluate_text(
 
 
 def check_vocabulary(largest: int, vocabulary: float) -> None:
-    """Refuse token ids that the model has no row for."""
+    """Refuse token ids that the model has no row for.
+
+    Args:
+        largest (`int`):
+            The largest token id.
+        vocabulary (`float`):
+            Number of tokens that the model knows.
+
+    Raises:
+        [`EvaluationError`]: if the model has no row for that id.
+    """
     if largest >= vocabulary:
         raise EvaluationError(
             f"token id {largest} is outside the model's vocabulary of {vocabulary}; use the model's tokenizer"
@@ -197,14 +256,29 @@ def check_vocabulary(largest: int, vocabulary: float) -> None:
 
 
 def load_model(name: str, tokenizer: str | None = None, **options: Any) -> tuple[Any, Any]:
-    """Model and tokenizer of any causal LM: a ticket, a local folder, or a name on the Hub."""
+    """Load model and tokenizer of any causal language model: a ticket, a local folder, or a name on the Hub.
+
+    Args:
+        name (`str`):
+            Folder or Hub name.
+        tokenizer (`str`, *optional*):
+            Folder or Hub name of the tokenizer. Default: that of the model.
+        options:
+            Keywords of `from_pretrained`.
+
+    Returns:
+        `tuple[Any, Any]`: model and tokenizer.
+
+    Raises:
+        [`EvaluationError`]: if there is no causal language model with a tokenizer.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     with suppress(ModuleNotFoundError):
         import hf_slt  # noqa: F401  registers the classes of tickets, where the package is installed
     try:
-        model = AutoModelForCausalLM.from_pretrained(name, **options)
-        return model, AutoTokenizer.from_pretrained(tokenizer or name)
+        model = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=False, **options)
+        return model, AutoTokenizer.from_pretrained(tokenizer or name, trust_remote_code=False)
     except (OSError, ValueError, ImportError) as error:
         cause = (str(error).splitlines() or [type(error).__name__])[0]
         raise EvaluationError(
@@ -222,10 +296,34 @@ def evaluate_saved(
     dtype: str = "auto",
     **options: Any,
 ) -> dict[str, float]:
-    """`evaluate_text`, with its options, of a saved model on files, or else on the embedded corpus."""
-    from hf_slt.text.corpus import CorpusArguments, load_documents, read_files
+    """Measure a saved model on files, or else on the embedded corpus, as `evaluate_text` does.
 
-    texts = list(read_files(files, text_column) if files else load_documents(CorpusArguments())[1])
+    Args:
+        name (`str`):
+            Folder or Hub name.
+        files (`Iterable[str]`, *optional*):
+            Text files, or files with a column of text. Default: the validation part of the embedded corpus.
+        text_column (`str`, defaults to `"text"`):
+            Column of the text in files that have columns.
+        tokenizer (`str`, *optional*):
+            Folder or Hub name of the tokenizer. Default: that of the model.
+        device (`str`, defaults to `"cpu"`):
+            Device to compute on.
+        dtype (`str`, defaults to `"auto"`):
+            Type to compute in. Default: that of the model.
+        options:
+            Those of `evaluate_text`.
+
+    Returns:
+        `dict[str, float]`: the measures of `evaluate_text`.
+
+    Raises:
+        [`EvaluationError`]: as `evaluate_text`, and if the loss is not finite.
+    """
+    from hf_slt.text.corpus import iterate_texts, read_files
+    from hf_slt.text.splits import embedded_validation
+
+    texts = list(iterate_texts(read_files(files, text_column) if files else embedded_validation()))
     model, words = load_model(name, tokenizer, dtype=dtype)
     measures = evaluate_text(model.to(device), words, texts, **options)
     if not math.isfinite(measures["loss"]):

@@ -1,4 +1,1 @@
-"""What only learning needs: layers with scores, selection of masks, the loop from blocks to a report.
-
-Nothing here travels with a ticket.
-"""
+"""A run, from arguments to report: the pieces of the loop in recipes/train_gpt2_slt.py."""

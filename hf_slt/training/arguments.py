@@ -1,4 +1,4 @@
-"""What a run can be told: dataclass fields are the only source of names, defaults and help.
+"""The options of a run: dataclass fields are the only source of names, defaults and help.
 
     defaults < YAML preset (--config) < command line
 
@@ -12,20 +12,31 @@ import copy
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import Field, asdict, dataclass, field, fields
+from dataclasses import Field, asdict, dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+from transformers import AutoConfig
 from transformers.activations import ACT2FN
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from ..model.configuration_supermask_gpt2 import RULE_OPTIONS, SupermaskGPT2Config
-from ..model.ticket import SLTError
+from ..errors import SLTError
+from ..masks.rules import RAMPED, RULES, rule_option_names
+from ..models.architectures import stock_models, supermask_config, supermask_config_class
+from ..models.gpt2 import GPT2Options, SupermaskGPT2Config
 from ..options import OptionParser, did_you_mean
 from ..text.blocks import DataArguments
 from ..text.corpus import option
-from .rules import RAMPED, RULES
+from ..tickets.format import read_json
+from .own_rule import add_own_rule
 
+DEVICE_HINT = (
+    "training takes a GPU if there is one, and else the processor; ACCELERATE_USE_CPU=true before the command keeps "
+    "it on the processor"
+)
 CONTROLS = ("dense", "random_mask", "frozen_embeddings")
 
 # GPT-2's own fields bring no help; ours do, but for those that the library sets.
@@ -38,9 +49,77 @@ GPT2_HELP = {
     "initializer_range": "Standard deviation of the frozen weights.",
     "tie_word_embeddings": "Use the token embedding as the output head too.",
 }
-MODEL_FIELDS: list[Field] = [
-    item for item in fields(SupermaskGPT2Config) if item.metadata.get("help") or item.name in GPT2_HELP
-]
+
+
+# GPT-2's options of size, and what most other architectures call the same.
+SIZES = {
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_embd": "hidden_size",
+    "n_inner": "intermediate_size",
+    "initializer_range": "initializer_range",
+    "tie_word_embeddings": "tie_word_embeddings",
+}
+_DROPOUTS = (
+    "resid_pdrop embd_pdrop attn_pdrop dropout attention_dropout hidden_dropout activation_dropout "
+    "hidden_dropout_prob attention_probs_dropout_prob embedding_dropout"
+).split()
+
+
+@dataclass
+class BaseArguments:
+    """The architecture."""
+
+    architecture: str = option(
+        "A model_type of transformers that has a causal language model, such as llama or qwen3. It gets the sizes of"
+        " n_layer, n_head, n_embd and n_inner, unless base_config has its own.",
+        "gpt2",
+    )
+    base_config: str | None = option(
+        "JSON file with a stock configuration of the architecture: all sizes then come from there."
+    )
+
+
+def model_fields() -> list[Field]:
+    """Return the options of a model: GPT-2's own, ours, and those of all rules that are known by now.
+
+    Returns:
+        `list[Field]`: fields with a help text.
+    """
+    own = [item for item in fields(SupermaskGPT2Config) if item.name in GPT2_HELP]
+    ours = [item for item in fields(GPT2Options) if item.metadata.get("help")]
+    place = [item.name for item in ours].index("rule") + 1
+    return [*own, *ours[:place], *_rule_fields(), *ours[place:]]
+
+
+def _names_taken() -> set[str]:
+    """Return the names of all options that are not those of a rule."""
+    groups = (BaseArguments, GPT2Options, DataArguments, RunArguments)
+    return {"config", *GPT2_HELP, *(one.name for group in groups for one in fields(group))}
+
+
+def _rule_fields() -> list[Field]:
+    """Return one field for each option of any rule. Its help names the rules and their defaults."""
+    found: dict[str, dict[str, Field]] = {}
+    for rule, kind in RULES.items():
+        for item in fields(kind):
+            found.setdefault(item.name, {})[rule] = item
+    result = []
+    for name, items in found.items():
+        first = next(iter(items.values()))
+        defaults = ", ".join(f"{rule} {_shown(item.default)}" for rule, item in items.items())
+        text = f"{first.metadata.get('help', '')} Rules and defaults: {defaults}."
+        made: Any = field(default=None, metadata={"help": text.strip()})
+        lazy = isinstance(first.type, str)  # the text of an annotation
+        made.name, made.type = name, type(first.default) if lazy else first.type
+        if isinstance(first.default, tuple):
+            made.type = list
+        result.append(made)
+    return result
+
+
+def _shown(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 @dataclass
@@ -49,7 +128,7 @@ class RunArguments:
 
     output_dir: str = option("Folder for the ticket, checkpoints, log and figures.", "runs/ticket")
     encoding: Literal["packed", "entropy"] = option(
-        "How the ticket is stored: packed loads everywhere; entropy is shorter, and needs hf_slt installed.",
+        "How the masks are stored: packed in whole bits per weight, or entropy-coded, which is a shorter file.",
         "packed",
     )
     control: str | None = option(
@@ -59,22 +138,32 @@ class RunArguments:
     compare: list[str] | None = option(  # noqa: RUF009 (the default is None)
         "Controls to run after the ticket; one table and one figure then show them all."
     )
-    prompt: str | None = option("At the end, let the trained models go on after these words.")
+    prompt: str | None = option("At the end, let the trained models continue this text.")
     max_steps: int = option("Optimizer steps. A positive number overrides num_train_epochs.", -1)
     num_train_epochs: float = option("Passes over the training text.", 3.0)
     per_device_train_batch_size: int = option("Sequences that a process takes at once.", 16)
     gradient_accumulation_steps: int = option("Batches whose gradients make one optimizer step.", 1)
+    dataloader_num_workers: int | None = option(
+        "Processes that read ahead; by default none for stored text and one for a stream, which is tokenised"
+        " while training."
+    )
     optim: Literal["adamw_torch", "sgd"] = option("Optimizer: torch's AdamW or SGD.", "adamw_torch")
     learning_rate: float = option("Highest learning rate of the scores.", 1e-2)
     weight_learning_rate: float = option(
-        "Highest learning rate of trained weights: embeddings that are trained, or the dense control.", 1e-3
+        "Highest learning rate of trained weights: embeddings, scales and gains that are trained.", 1e-3
+    )
+    dense_learning_rate: float | None = option(
+        "Highest learning rate of the dense control; weight_learning_rate by default."
+    )
+    dense_std: float = option(
+        "Standard deviation of the dense control's first weights; GPT-2's is 0.02.", 0.02
     )
     adam_beta1: float = option("AdamW: decay of the mean of gradients.", 0.9)
     adam_beta2: float = option("AdamW: decay of the mean of squared gradients.", 0.999)
     momentum: float = option("SGD: momentum.", 0.9)
     weight_decay: float = option("Weight decay of trained weights; scores have one of their own.", 0.0)
     score_decay: float = option(
-        "Weight decay of scores. They keep their order, but stay so small that masks go on changing in a long"
+        "Weight decay of scores. They keep their order, but stay so small that masks keep changing in a long"
         " run; 0.5 does well.",
         0.0,
     )
@@ -110,17 +199,25 @@ class RunArguments:
     )
     save_total_limit: int = option("How many of the last checkpoints to keep, beside the best one.", 2)
     resume_from_checkpoint: str | None = option(
-        "Go on from this checkpoint; without a value, from the last one in output_dir, if there is any.",
+        "Resume from this checkpoint; without a value, from the last one in output_dir, if there is one.",
         nargs="?",
         const="true",
     )
-    overwrite: bool = option("Throw away the checkpoints of an earlier run in output_dir.", False)
+    overwrite: bool = option("Delete the checkpoints of an earlier run in output_dir.", False)
+    dry_run: int | None = option(
+        "Print what the run would be and stop: weights, bytes of the ticket, memory per process. The value is the"
+        " number of processes, 1 if there is none.",
+        nargs="?",
+        const=1,
+    )
     report_to: str = option("A tracker beside log.jsonl: tensorboard, trackio, wandb or none.", "none")
 
     def __post_init__(self) -> None:
         for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "save_total_limit"):
             if getattr(self, name) < 1:
                 raise SLTError(f"{name} {getattr(self, name)} is not positive")
+        if self.dataloader_num_workers is not None and self.dataloader_num_workers < 0:
+            raise SLTError(f"dataloader_num_workers {self.dataloader_num_workers} is negative")
         if self.max_steps != -1 and self.max_steps < 1:
             raise SLTError(f"max_steps {self.max_steps} is not positive; -1 counts by num_train_epochs")
         if not self.num_train_epochs > 0:
@@ -134,6 +231,10 @@ class RunArguments:
         for name in rates:
             if not getattr(self, name) >= 0:
                 raise SLTError(f"{name} {getattr(self, name)} is negative")
+        if self.dense_learning_rate is not None and not self.dense_learning_rate >= 0:
+            raise SLTError(f"dense_learning_rate {self.dense_learning_rate} is negative")
+        if not self.dense_std > 0:
+            raise SLTError(f"dense_std {self.dense_std} is not positive")
         for name in ("dropout", "adam_beta1", "adam_beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise SLTError(f"{name} {getattr(self, name)} is not in [0, 1)")
@@ -161,13 +262,25 @@ class RunArguments:
 # How a run goes, not what it computes: these may differ when a run is resumed.
 FREE_TO_CHANGE = frozenset(
     "output_dir encoding prompt resume_from_checkpoint overwrite report_to logging_steps save_steps "
-    "save_total_limit compare cache_dir torch_compile moments "
+    "save_total_limit compare cache_dir torch_compile moments dry_run "
+    "dataloader_num_workers preprocessing_num_workers "
     "max_steps num_train_epochs".split()  # steps are compared instead
 )
 
 
 def steps_of(value: float, steps: int) -> int:
-    """A number of steps that may be given as a share of all steps, as in transformers.
+    """Return a number of steps that may be given as a share of all steps, as in transformers.
+
+    Args:
+        value (`float`):
+            A number of steps, or a share below 1.
+        steps (`int`):
+            Number of all steps.
+
+    Returns:
+        `int`: number of steps.
+
+    Example:
 
     >>> steps_of(30, 500), steps_of(0.25, 500), steps_of(0, 500)
     (30, 125, 0)
@@ -177,26 +290,55 @@ def steps_of(value: float, steps: int) -> int:
 
 @dataclass
 class Arguments:
-    """All of a run's arguments; names differ across the three groups."""
+    """All of a run's arguments; names differ across the three groups.
 
-    model: SupermaskGPT2Config = field(default_factory=SupermaskGPT2Config)
+    Args:
+        model (*optional*):
+            The configuration of the model: GPT-2's, or that of another architecture.
+        data ([`DataArguments`], *optional*):
+            Options of the text.
+        run ([`RunArguments`], *optional*):
+            Options of the run.
+        base ([`BaseArguments`], *optional*):
+            Options that choose the architecture.
+        default_preset (`Path`, *optional*):
+            Path of the preset that was applied without being asked for.
+    """
+
+    model: Any = field(default_factory=SupermaskGPT2Config)  # or the configuration of another architecture
     data: DataArguments = field(default_factory=DataArguments)
     run: RunArguments = field(default_factory=RunArguments)
+    base: BaseArguments = field(default_factory=BaseArguments)
+    default_preset: Path | None = None  # the preset that applies because the command line names none
 
     def __post_init__(self) -> None:
-        if self.run.ramp_start is not None and not {*RAMPED} & dict(self.model.rule_options).keys():
+        if self.run.ramp_start is not None and not {*RAMPED} & self.model.rule_options.keys():
             has = " or ".join(RAMPED)
             raise SLTError(f"ramp_start: rule {self.model.rule!r} has no {has} to ramp; leave it out")
 
     @classmethod
     def of(cls, **options: Any) -> "Arguments":
-        """Arguments from options by name, whichever group they are of."""
+        """Build arguments from options by name, whichever group they are of.
+
+        Args:
+            options:
+                Values by name.
+
+        Returns:
+            [`Arguments`]: the arguments.
+
+        Raises:
+            [`SLTError`]: for an unknown option or an impossible value.
+        """
         if (word := options.get("activation_function", "relu")) not in ACT2FN:
             raise SLTError(f"activation_function {word!r} is unknown{did_you_mean(word, ACT2FN)}")
         groups: list[Any] = []
         known: list[str] = []
+        base = BaseArguments(
+            **{one.name: options.pop(one.name, one.default) for one in fields(BaseArguments)}
+        )
         for group, items in (
-            (SupermaskGPT2Config, MODEL_FIELDS),
+            (partial(_model_config, base), model_fields()),
             (DataArguments, fields(DataArguments)),
             (RunArguments, fields(RunArguments)),
         ):
@@ -205,57 +347,147 @@ class Arguments:
             known += names
         for name in options:
             raise SLTError(f"unknown option {name}{did_you_mean(name, known)}")
-        return cls(*groups)
+        return cls(*groups, base=base)
 
     def flat(self) -> dict[str, Any]:
-        """Every argument by name."""
-        model = {item.name: getattr(self.model, item.name) for item in MODEL_FIELDS}
-        return {**model, **asdict(self.data), **asdict(self.run)}
+        """Return every argument by name.
 
-    def config(self, tokenizer: Any) -> SupermaskGPT2Config:
-        """The model's configuration, with what follows from text and run: vocabulary, length, dropout."""
+        Returns:
+            `dict[str, Any]`: values by name.
+        """
+        model = {item.name: getattr(self.model, item.name, None) for item in model_fields()}
+        return {**asdict(self.base), **model, **asdict(self.data), **asdict(self.run)}
+
+    def config(self, tokenizer: Any) -> Any:
+        """Return the model's configuration, with what follows from text and run: vocabulary, length, dropout.
+
+        Args:
+            tokenizer:
+                The tokenizer of the run.
+
+        Returns:
+            A supermask configuration.
+
+        Raises:
+            [`SLTError`]: if the tokenizer has more tokens than the backbone.
+        """
         config = copy.deepcopy(self.model)
-        config.vocab_size, config.n_positions = len(tokenizer), self.data.block_size
+        for name in _DROPOUTS:
+            if hasattr(config, name):
+                setattr(config, name, self.run.dropout)
+        if config.backbone:
+            if len(tokenizer) > config.vocab_size:
+                raise SLTError(
+                    f"the tokenizer has {len(tokenizer)} tokens, the backbone {config.backbone} only "
+                    f"{config.vocab_size}; give --tokenizer {config.backbone}"
+                )
+            return config
+        config.vocab_size, config.max_position_embeddings = len(tokenizer), self.data.block_size
         # Blocks are full: nothing is padded, so no pad token is named.
         config.bos_token_id = config.eos_token_id = tokenizer.eos_token_id
-        config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = self.run.dropout
         return config
+
+
+def _model_config(base: BaseArguments, **options: Any) -> Any:
+    """The configuration of the model, as far as it follows from the options of the model."""
+    if base.architecture == "gpt2" and not base.base_config and not options.get("backbone"):
+        return SupermaskGPT2Config(**options)
+    stock = _stock_config(base, options)
+    kind: Any = type(stock)
+    own = {*supermask_config_class(kind).options_class.names(), *rule_option_names()}
+    for one in fields(GPT2Options):
+        if one.name not in own and options.get(one.name, one.default) != one.default:
+            raise SLTError(f"{one.name} is an option of GPT-2 only; leave it out for {stock.model_type}")
+    return supermask_config(stock, **{name: options[name] for name in options if name in own})
+
+
+def _stock_config(base: BaseArguments, options: dict[str, Any]) -> Any:
+    """The stock configuration that a run starts from: of the backbone, of a file, or of the sizes."""
+    if backbone := options.get("backbone"):
+        return AutoConfig.from_pretrained(backbone, revision=options.get("backbone_revision"))
+    facts: dict[str, Any] = {}
+    if base.base_config:
+        facts = read_json(Path(base.base_config))
+        said = facts.pop("model_type", base.architecture)
+        if said != base.architecture:
+            raise SLTError(
+                f"{base.base_config}: model_type {said!r}, not the architecture {base.architecture!r}"
+            )
+    try:
+        stock = AutoConfig.for_model(base.architecture, **facts)
+    except (ValueError, TypeError, KeyError) as error:
+        hint = did_you_mean(base.architecture, CONFIG_MAPPING_NAMES)
+        raise SLTError(
+            f"architecture {base.architecture!r} cannot be made{hint} ({str(error)[:200]})"
+        ) from None
+    if not any(auto == "AutoModelForCausalLM" for auto, _ in stock_models(type(stock))):
+        raise SLTError(f"architecture {base.architecture!r} has no causal language model")
+    if not base.base_config:
+        plain = SupermaskGPT2Config()
+        sizes = {name: options.get(name, getattr(plain, name)) for name in SIZES}
+        sizes["n_inner"] = sizes["n_inner"] or 4 * sizes["n_embd"]
+        own = {SIZES[name]: value for name, value in sizes.items() if hasattr(stock, SIZES[name])}
+        if hasattr(stock, "num_key_value_heads"):
+            own["num_key_value_heads"] = sizes["n_head"]
+        stock = AutoConfig.for_model(base.architecture, **own)
+    return stock
 
 
 def parse_arguments(
     words: Sequence[str] | None = None, description: str | None = None, preset: Path | None = None
 ) -> Arguments:
-    """Arguments from a command line, on top of the preset that --config names, or else of `preset`."""
+    """Read arguments from a command line, on top of the preset that --config names, or else of `preset`.
+
+    Args:
+        words (`Sequence[str]`, *optional*):
+            The words of the command line. Default: those of this program.
+        description (`str`, *optional*):
+            What the program does, for its help.
+        preset (`Path`, *optional*):
+            Preset to apply if --config is not given.
+
+    Returns:
+        [`Arguments`]: the arguments.
+    """
     words = list(sys.argv[1:] if words is None else words)
-    parser = OptionParser(description=description, usage="%(prog)s [--config FILE] [options]")
-    told = f" (default: {preset.name})" if preset else ""
-    parser.add_argument("--config", metavar="FILE", help=f"YAML preset; the command line overrides it{told}")
-    parser.add_fields("the model", MODEL_FIELDS, GPT2_HELP)
-    parser.add_fields("the text", fields(DataArguments))
-    parser.add_fields("the run", fields(RunArguments))
+    usage = "%(prog)s [--config FILE] [options]"
+    parser = OptionParser(description=description, usage=usage, hints={"--device": DEVICE_HINT})
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--config", default=preset)
-    if path := early.parse_known_args(words)[0].config:
+    early.add_argument("--rule")
+    first = early.parse_known_args(words)[0]
+    own_rule = None
+    if ":" in (first.rule or ""):  # before the options are declared: it has some
+        try:
+            own_rule = add_own_rule(first.rule, _names_taken())
+        except SLTError as error:
+            parser.error(str(error))
+    text = "YAML preset. The command line overrides it."
+    if preset:
+        text += f" Without --config, {preset.name} applies, and its values are the defaults shown here."
+    parser.add_argument("--config", metavar="FILE", help=text)
+    parser.add_fields("the architecture", fields(BaseArguments))
+    parser.add_fields("the model", model_fields(), GPT2_HELP)
+    parser.add_fields("the text", fields(DataArguments))
+    parser.add_fields("the run", fields(RunArguments))
+    if path := first.config:
         # As defaults, so that --help shows what this preset would do.
         parser.set_defaults(**vars(parser.parse_args(_preset_words(parser, Path(path)))))
     options = vars(parser.parse_args(words))
-    if (rule := options["rule"]) in RULES and rule != parser.get_default("rule"):
+    if (rule := own_rule or options["rule"]) in RULES and rule != parser.get_default("rule"):
         own = {one.name for one in fields(RULES[rule])}  # a preset's options of another rule do not apply
-        parser.set_defaults(**{name: None for name in RULE_OPTIONS if name not in own})
+        parser.set_defaults(**{name: None for name in rule_option_names() if name not in own})
         options = vars(parser.parse_args(words))
-    del options["config"]
+    options["rule"] = rule
+    named = options.pop("config")
     try:
-        return Arguments.of(**options)
+        return replace(Arguments.of(**options), default_preset=None if named else preset)
     except ValueError as error:
         parser.error(str(error))
 
 
 def _preset_words(parser: OptionParser, path: Path) -> list[str]:
     """A preset as a command line, so that argparse checks names and types alike."""
-    try:
-        import yaml  # an extra: only presets need it
-    except ImportError:
-        parser.error('presets need PyYAML: pip install "hf_slt[train]"')
     try:
         preset = yaml.safe_load(path.read_text())
     except OSError as error:
@@ -268,6 +500,10 @@ def _preset_words(parser: OptionParser, path: Path) -> list[str]:
     for name, value in preset.items():
         if name not in known:
             parser.error(f"{path}: unknown option {name}{did_you_mean(str(name), known)}")
+        if name == "rule" and ":" in str(value):  # a preset may be somebody else's
+            parser.error(
+                f"{path}: rule {value} names code to run; give it on the command line: --rule {value}"
+            )
         if value is not None:
             words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
     return words

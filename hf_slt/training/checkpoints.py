@@ -1,14 +1,13 @@
-"""Checkpoints: all that a run needs to go on to the same bits, in safetensors and JSON.
+"""Checkpoints: all that a run needs to resume to identical bits, in safetensors and JSON.
 
     output_dir/checkpoints/step-00000500/
       model.safetensors        learned parameters, whole, whatever the number of processes
-      optimizer.safetensors    moments by parameter name; the masks at the last look
+      optimizer.safetensors    moments by parameter name; the masks at the last evaluation
       state.json               step, arguments, digests of the other two and of itself
 
-A checkpoint appears by one rename and goes by one, so there are only whole ones. Nothing is pickled.
+A checkpoint appears by one rename and is removed by one, so every visible one is complete. Nothing is pickled.
 """
 
-import hashlib
 import json
 import shutil
 from collections.abc import Mapping
@@ -29,8 +28,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from ..model.ticket import SLTError, sha256
-from ..sharing.files import staged
+from ..errors import SLTError
+from ..text.tokens import file_sha256
+from ..tickets.files import check_output_folder, staged
+from ..tickets.format import sha256
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 _FILES = ("model.safetensors", "optimizer.safetensors")
@@ -41,31 +42,98 @@ class CheckpointError(SLTError):
 
 
 def lock(output_dir: Path) -> FileLock:
-    """Keep other processes from this folder for as long as the lock lives; an error if one keeps us."""
+    """Lock a folder against other runs for as long as the lock lives.
+
+    Args:
+        output_dir (`Path`):
+            The folder, which is made if it does not exist.
+
+    Returns:
+        `FileLock`: the lock.
+
+    Raises:
+        [`CheckpointError`]: if another run has locked it.
+    """
     output_dir.mkdir(parents=True, exist_ok=True)
     kept = FileLock(output_dir.resolve() / ".lock", thread_local=False, is_singleton=True)
     try:
         kept.acquire(blocking=False)
     except Timeout:
-        cure = "wait for its end, or give another output_dir"
-        raise CheckpointError(f"{output_dir}: another run is writing there; {cure}") from None
+        hint = "wait for its end, or give another output_dir"
+        raise CheckpointError(f"{output_dir}: another run is writing there; {hint}") from None
     return kept
+
+
+def check_free(output_dir: Path, resume: str | None, overwrite: bool) -> None:
+    """Raise an error if a run cannot begin in this folder.
+
+    Args:
+        output_dir (`Path`):
+            Folder of the run.
+        resume (`str`, *optional*):
+            The option resume_from_checkpoint.
+        overwrite (`bool`):
+            The option overwrite.
+
+    Raises:
+        [`CheckpointError`]: if it holds an earlier run, which is neither resumed nor overwritten.
+        `NotADirectoryError`: if it is a file.
+    """
+    check_output_folder(output_dir)
+    used = _steps_in(output_dir / "checkpoints") or (output_dir / "report.json").exists()
+    if used and not (resume or overwrite):
+        raise CheckpointError(
+            f"{output_dir} is of an earlier run; add --resume_from_checkpoint or --overwrite, or give another "
+            "--output_dir"
+        )
 
 
 @dataclass
 class Snapshot:
-    """The state of a run after `step` optimizer steps, gathered from all processes."""
+    """The state of a run after `step` optimizer steps, gathered from all processes.
+
+    Args:
+        step (`int`):
+            Number of optimizer steps done.
+        model (`dict[str, Tensor]`):
+            Parameters by name.
+        moments (`dict[str, Tensor]`):
+            State of the optimizer, by "parameter/moment".
+        groups (`list[dict[str, Any]]`):
+            Options of the optimizer's groups.
+        best (`tuple[int, float]`, *optional*):
+            Step and validation loss of the best evaluation so far.
+        masks (`dict[str, Tensor]`, *optional*):
+            Codes at the last evaluation, by name of their scores.
+        places (`list[Any]`, *optional*):
+            Place of each process in a streamed text.
+    """
 
     step: int
     model: dict[str, Tensor]
     moments: dict[str, Tensor]  # "parameter/moment"
     groups: list[dict[str, Any]]
     best: tuple[int, float] | None = None  # step and validation loss
-    masks: dict[str, Tensor] = field(default_factory=dict)  # at the last look
+    masks: dict[str, Tensor] = field(default_factory=dict)  # at the last evaluation
+    places: list[Any] = field(default_factory=list)  # in the stream of text, one per process
 
     @classmethod
     def take(cls, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, **more: Any) -> "Snapshot":
-        """Gather parameters and moments; every process must call it. Only the first holds the result."""
+        """Gather parameters and moments; every process must call it. Only the first holds the result.
+
+        Args:
+            step (`int`):
+                Number of optimizer steps done.
+            model (`nn.Module`):
+                The model.
+            optimizer (`torch.optim.Optimizer`):
+                Its optimizer.
+            more:
+                Other fields of the snapshot.
+
+        Returns:
+            [`Snapshot`]: the snapshot, which is empty in all processes but the first.
+        """
         # Parameters first: that shards again what an evaluation left whole, which no optimizer state is for.
         parameters: Any = get_model_state_dict(model, options=WHOLE)
         whole: Any = get_optimizer_state_dict(model, optimizer, options=WHOLE)
@@ -77,7 +145,14 @@ class Snapshot:
         return cls(step, parameters, moments, whole.get("param_groups", []), **more)
 
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Put the state back; every process calls it with the whole snapshot."""
+        """Put the state back; every process calls it with the whole snapshot.
+
+        Args:
+            model (`nn.Module`):
+                A model of the same configuration.
+            optimizer (`torch.optim.Optimizer`):
+                Its optimizer.
+        """
         state: Any = {}
         for path, value in self.moments.items():
             name, key = path.rsplit("/", 1)
@@ -91,7 +166,15 @@ class Snapshot:
 class Checkpoints:
     """The checkpoints of one run: the last few and the best.
 
-    arguments: what must be the same to go on from one; `steps` among them may grow if it is `extendable`.
+    Args:
+        output_dir (`Path`):
+            Folder of the run.
+        arguments (`Mapping`):
+            What must be the same for a checkpoint to be resumed.
+        keep (`int`):
+            How many of the last checkpoints to keep.
+        extendable (`bool`, defaults to `False`):
+            Whether `steps` may be larger than it was.
     """
 
     def __init__(
@@ -102,13 +185,25 @@ class Checkpoints:
         self.keep, self.extendable = keep, extendable
 
     def begin(self, resume: str | None, overwrite: bool) -> Path | None:
-        """The checkpoint to go on from, if any: `resume` names it, or is "true" for the last.
+        """Find the checkpoint to resume from, if any.
 
-        Refuses the folder of an earlier run that is neither to be gone on from nor thrown away.
+        The folder of an earlier run is refused unless that run is to be resumed or overwritten.
+
+        Args:
+            resume (`str` or `None`):
+                Path of a checkpoint, or `"true"` for the last one. None starts anew.
+            overwrite (`bool`):
+                Whether an earlier run in the folder may be overwritten.
+
+        Returns:
+            `Path | None`: the checkpoint; None to start anew.
+
+        Raises:
+            [`CheckpointError`]: if there is no such checkpoint, or an earlier run is in the way.
         """
         for left in self.folder.glob(".step-*"):  # half written or half removed when a run was killed
             shutil.rmtree(left)
-        found = self._found()
+        found = _steps_in(self.folder)
         if resume == "true":
             return found[-1] if found else None
         if resume:
@@ -116,25 +211,33 @@ class Checkpoints:
                 known = ", ".join(one.name for one in found) or "no checkpoint"
                 raise CheckpointError(f"{path}: no such folder; {self.folder} holds {known}")
             return path
-        if (found or (self.folder.parent / "report.json").exists()) and not overwrite:
-            raise CheckpointError(
-                f"{self.folder.parent} is of an earlier run; add --resume_from_checkpoint or --overwrite"
-            )
+        check_free(self.folder.parent, resume, overwrite)
         for path in found:
             _remove(path)
         return None
 
     def save(self, snapshot: Snapshot) -> Path:
-        """Write a checkpoint; then, and only then, remove those that are no longer kept."""
+        """Write a checkpoint, and after that remove those that are no longer kept.
+
+        Args:
+            snapshot ([`Snapshot`]):
+                The state of the run.
+
+        Returns:
+            `Path`: the folder of the checkpoint.
+
+        Raises:
+            [`CheckpointError`]: if it cannot be written.
+        """
         path = self.folder / f"step-{snapshot.step:08d}"
         try:
             with staged(path) as stage:
                 self._write(snapshot, stage)
         except (OSError, SafetensorError) as error:
-            cure = "make room, and go on from the one before it with --resume_from_checkpoint"
-            raise CheckpointError(f"{path}: cannot be written ({error}); {cure}") from error
+            hint = "make room, and resume from the one before it with --resume_from_checkpoint"
+            raise CheckpointError(f"{path}: cannot be written ({error}); {hint}") from error
         best = f"step-{snapshot.best[0]:08d}" if snapshot.best else ""
-        found = self._found()
+        found = _steps_in(self.folder)
         now = found.index(path) + 1  # later ones are there if the run went back to an earlier one
         for old in found[: max(0, now - self.keep)] + found[now:]:
             if old.name != best:
@@ -149,37 +252,50 @@ class Checkpoints:
             "step": snapshot.step,
             "best": snapshot.best,
             "groups": snapshot.groups,
+            "places": snapshot.places,
             "arguments": self.arguments,
-            "sha256": {name: _sha256(stage / name) for name in _FILES},
+            "sha256": {name: file_sha256(stage / name) for name in _FILES},
         }
         whole = {"state": state, "sha256": sha256(json.dumps(state))}
         (stage / "state.json").write_text(json.dumps(whole, indent=1) + "\n")
 
     def load(self, path: Path) -> Snapshot:
-        """Read a checkpoint of this run; raise CheckpointError if it is damaged or of another run."""
+        """Read a checkpoint of this run.
+
+        Args:
+            path (`Path`):
+                The folder of the checkpoint.
+
+        Returns:
+            [`Snapshot`]: the state of the run.
+
+        Raises:
+            [`CheckpointError`]: if it is damaged or of another run.
+        """
         before = sorted(one for one in path.parent.glob("step-*") if one.name < path.name)
-        cure = f"go on from --resume_from_checkpoint {before[-1]}" if before else "start with --overwrite"
+        hint = f"resume with --resume_from_checkpoint {before[-1]}" if before else "start with --overwrite"
         try:
             whole = json.loads((path / "state.json").read_text())
             state = whole["state"]
             wanted = {"state.json": whole["sha256"], **state["sha256"]}
-            found = {name: _sha256(path / name) for name in _FILES}
+            found = {name: file_sha256(path / name) for name in _FILES}
             found["state.json"] = sha256(json.dumps(state))
             for name, expected in wanted.items():
                 if found[name] != expected:
                     differ = f"digest {found[name][:8]}... is not {expected[:8]}...: damaged"
-                    raise CheckpointError(f"{path / name}: {differ}; {cure}")
+                    raise CheckpointError(f"{path / name}: {differ}; {hint}")
             model, moments = (load_file(path / name) for name in _FILES)
         except CheckpointError:
             raise
         except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
-            raise CheckpointError(f"{path}: {error!r}; {cure}") from None
+            raise CheckpointError(f"{path}: {error!r}; {hint}") from None
         self._check_arguments(path, state["arguments"])
         masks = {
             name.removesuffix("/mask"): moments.pop(name) for name in list(moments) if name.endswith("/mask")
         }
         best = (state["best"][0], state["best"][1]) if state["best"] else None
-        return Snapshot(state["step"], model, moments, state["groups"], best, masks)
+        places = state.get("places", [])  # version 0.1 had none
+        return Snapshot(state["step"], model, moments, state["groups"], best, masks, places)
 
     def _check_arguments(self, path: Path, then: dict[str, Any]) -> None:
         now = self.arguments
@@ -194,17 +310,19 @@ class Checkpoints:
             what += "level rate, a run can be made longer)"
         raise CheckpointError(f"{path} is of another run: {what}; give the same, or another output_dir")
 
-    def _found(self) -> list[Path]:
-        return sorted(self.folder.glob("step-*")) if self.folder.is_dir() else []
+
+def _steps_in(folder: Path) -> list[Path]:
+    """Return the checkpoints in a folder, the oldest first."""
+    return sorted(folder.glob("step-*")) if folder.is_dir() else []
 
 
 def _remove(path: Path) -> None:
-    """By one rename: a kill in the middle leaves nothing that looks like a checkpoint."""
+    """Remove a checkpoint by one rename: a kill in the middle leaves nothing that looks like one."""
     shutil.rmtree(path.rename(path.with_name(f".{path.name}")))
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous tensors, no two in one memory: safetensors refuses tied weights."""
+    """Return contiguous tensors, no two in the same memory: safetensors refuses tied weights."""
     seen: set[int] = set()
     apart = {}
     for name, value in tensors.items():
@@ -212,11 +330,3 @@ def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         apart[name] = value.clone() if value.data_ptr() in seen else value
         seen.add(value.data_ptr())
     return apart
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""Seeing a run and stopping it: the log, the look at the masks, the clock, signals."""
+"""Seeing a run and stopping it: the log, the measures of masks, the clock, signals."""
 
 import json
 import math
@@ -16,32 +16,77 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..model.configuration_supermask_gpt2 import INPUTS_FIRST, SupermaskGPT2Config
-from ..sharing.files import replacing
-from .rules import Place
+from ..masks.modules import masked_parameters
+from ..masks.rules import ScoreContext
+from ..tickets.files import replacing
+from ..weights.random_weights import TensorSpec
 
 logger = logging.get_logger(__name__)
 
-PATIENCE = 10.0  # seconds in which a second signal is taken for the first
+PATIENCE = 10.0  # seconds in which repeated signals are ignored: launchers forward Ctrl-C
+AGREE_EVERY = 10  # steps between the questions of several processes whether to stop
 COLLAPSED = 0.9  # share of a layer's outputs without a weight that is worth a warning
 
 
-def codes_of(config: SupermaskGPT2Config, rule: Any, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Codes, by name of their scores, of whole parameters."""
-    scores = {name: one.detach() for name, one in parameters.items() if name.endswith("scores")}
-    codes = rule.codes_of_all(list(scores.values()), [_place(config, name) for name in scores])
+def scored_tensors(model: nn.Module) -> dict[str, TensorSpec]:
+    """Return the tensor that each scores parameter of a model belongs to, by the parameter's name.
+
+    Args:
+        model (`nn.Module`):
+            A model that learns.
+
+    Returns:
+        `dict[str, TensorSpec]`: tensors by the name of their scores.
+    """
+    return {
+        f"{path}.{plan.attribute(name, tensor, 'scores')}": tensor
+        for path, _, name, plan in masked_parameters(model)
+        for tensor in plan.tensors
+    }
+
+
+def codes_of(
+    tensors: Mapping[str, TensorSpec], rule: Any, parameters: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the codes, by name of their scores, of whole parameters.
+
+    Args:
+        tensors (`Mapping[str, TensorSpec]`):
+            What `scored_tensors` returns.
+        rule:
+            The rule.
+        parameters (`Mapping[str, Tensor]`):
+            Parameters of the model by name.
+
+    Returns:
+        `dict[str, Tensor]`: codes by the name of their scores.
+    """
+    scores = {name: parameters[name].detach() for name in tensors}
+    codes = rule.codes_of_all(list(scores.values()), [ScoreContext(one) for one in tensors.values()])
     return dict(zip(scores, codes, strict=True))
 
 
-def _place(config: SupermaskGPT2Config, name: str) -> Place:
-    """The tensor that scores belong to: "transformer.h.0.attn.c_attn.query_scores" or "lm_head.scores"."""
-    path = name.removeprefix("transformer.").removesuffix(".scores").removesuffix("_scores")
-    tensor = config.tensor(path)
-    return Place(tensor, 0 if path.startswith(INPUTS_FIRST) else 1)
+def mask_measures(
+    tensors: Mapping[str, TensorSpec],
+    codes: Mapping[str, Tensor],
+    before: Mapping[str, Tensor],
+    factors: Sequence[float],
+) -> dict[str, Any]:
+    """Return density and empty outputs of every mask, and the share of codes that changed since `before`.
 
+    Args:
+        tensors (`Mapping[str, TensorSpec]`):
+            What `scored_tensors` returns.
+        codes (`Mapping[str, Tensor]`):
+            What `codes_of` returns.
+        before (`Mapping[str, Tensor]`):
+            The same at the last evaluation; empty at the first.
+        factors (`Sequence[float]`):
+            The factor of each code.
 
-def look_at(codes: dict[str, Tensor], before: dict[str, Tensor], factors: Sequence[float]) -> dict[str, Any]:
-    """What the masks are like, and which share of their codes changed since the last look."""
+    Returns:
+        `dict[str, Any]`: the measures by name, for the log.
+    """
     flipped = sum(int((one != before[name]).sum()) for name, one in codes.items()) if before else 0
     empty, density = {}, {}
     for name, one in codes.items():
@@ -49,9 +94,8 @@ def look_at(codes: dict[str, Tensor], before: dict[str, Tensor], factors: Sequen
         density[name] = float(kept.float().mean())
         if kept.dim() == 1:
             continue  # only a share of the tensor is searched: a row of scores has no outputs
-        # Tables are stored (outputs, inputs), all else as Conv1D (inputs, outputs).
-        inputs = 1 if name.split(".")[-2] in ("wte", "wpe", "lm_head", "score") else 0
-        empty[name] = share = float((~kept.any(inputs)).float().mean())
+        axes = tensors[name].input_axes
+        empty[name] = share = float((~kept.flatten(axes[0], axes[-1]).any(axes[0])).float().mean())
         if share > COLLAPSED:
             logger.warning(f"{name}: {share:.0%} of its outputs have no weight left; the layer collapses")
     return {
@@ -65,13 +109,23 @@ def look_at(codes: dict[str, Tensor], before: dict[str, Tensor], factors: Sequen
 def attention_moments(
     model: PreTrainedModel, batch: Tensor | Mapping[str, Tensor], *, relative: bool = False
 ) -> Tensor:
-    """Mean over positions of tr M2, (layers, heads): how spread each head's attention is. Forward only.
+    """Measure how spread the attention of each head is: the mean over positions of tr M2. Forward only.
 
         tr M2_i = sum_j A_ij |x_j|^2 - |sum_j A_ij x_j|^2,     x = the input of the attention
 
     A head near zero attends to one position (or to positions that are alike): every derivative of the
     loss by its query and key carries M2 as a factor, so its query and key scores get no gradient.
-    `relative` divides by the trace that uniform attention would have: 1 is uniform, 0 one-hot.
+
+    Args:
+        model (`PreTrainedModel`):
+            A GPT-2, a supermask model or a stock one.
+        batch (`Tensor` or `Mapping[str, Tensor]`):
+            Token ids (batch, length), or a mapping with `input_ids`.
+        relative (`bool`, defaults to `False`):
+            Whether to divide by the trace that uniform attention would have: 1 is uniform, 0 one-hot.
+
+    Returns:
+        `Tensor`: one number per head, (layers, heads).
     """
     mapping: Mapping[str, Tensor] = {"input_ids": batch} if isinstance(batch, Tensor) else batch
     inputs = {"input_ids": mapping["input_ids"].to(model.device)}
@@ -127,10 +181,20 @@ def attention_moments(
 
 
 class Log:
-    """log.jsonl, one record a line, and the trackers beside it; only the first process writes."""
+    """log.jsonl with one record per line, and the trackers. Only the first process writes.
+
+    Args:
+        path (`Path`):
+            Where to write.
+        accelerator (`Accelerator`):
+            The processes and their trackers.
+        resumed (`Path` or `None`):
+            Log of the run that is resumed. Its records up to `step` are kept.
+        step (`int`):
+            Step after which the run is resumed.
+    """
 
     def __init__(self, path: Path, accelerator: Accelerator, resumed: Path | None, step: int) -> None:
-        """Of a run resumed after `step`, the log goes on from that one."""
         self.path, self.accelerator = path, accelerator
         self.records: list[dict[str, Any]] = []
         if not accelerator.is_main_process:
@@ -141,7 +205,16 @@ class Log:
             temporary.write_text("".join(json.dumps(record) + "\n" for record in self.records))
 
     def write(self, kind: str, step: int, **values: Any) -> None:
-        """Add a record."""
+        """Add a record.
+
+        Args:
+            kind (`str`):
+                Kind of the record: `"train"`, `"evaluation"`, `"masks"` or another.
+            step (`int`):
+                Number of optimizer steps done.
+            values:
+                What to record, by name.
+        """
         if not self.accelerator.is_main_process:
             return
         self.records.append({"kind": kind, "step": step, **values})
@@ -152,20 +225,31 @@ class Log:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The records of a log; a last line that was cut by a kill is left out."""
+    """Return the records of a log, up to the first line that is none: a kill or a full disk has cut it.
+
+    Args:
+        path (`Path`):
+            A log.jsonl.
+
+    Returns:
+        `list[dict[str, Any]]`: the records.
+    """
     records = []
-    for line in path.read_text().splitlines():
+    for line in path.read_bytes().splitlines():
         try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
+            record = json.loads(line)
+        except ValueError:  # no JSON, or no text
             break
+        if not isinstance(record, dict) or not {"kind", "step"} <= record.keys():
+            break
+        records.append(record)
     return records
 
 
 class Interruption:
-    """SIGINT and SIGTERM ask the loop to stop after the step; one more, some seconds later, stops at once.
+    """SIGINT and SIGTERM ask the loop to stop after the current step; another one, seconds later, stops at once.
 
-    Signals are the main thread's: a loop in another thread is not asked.
+    Only the main thread receives signals: a loop in another thread is never asked.
     """
 
     def __init__(self) -> None:
@@ -182,38 +266,61 @@ class Interruption:
             signal.signal(number, handler)
 
     def _ask(self, number: int, frame: Any) -> None:
-        # A launcher passes on the signal that the terminal already sent: that is one wish, not two.
         if self.asked and time.monotonic() - self.since > PATIENCE:
             raise KeyboardInterrupt
         if not self.asked:
             self.asked, self.since = True, time.monotonic()
 
-    def agreed(self, accelerator: Accelerator) -> bool:
-        """Whether any process was asked: all of them then stop after the same step."""
+    def agreed(self, accelerator: Accelerator, step: int) -> bool:
+        """Return whether to stop after this step: all processes do, if any of them was asked to.
+
+        Several processes exchange the answer every `AGREE_EVERY` steps only, because asking makes the devices
+        wait for each other.
+
+        Args:
+            accelerator (`Accelerator`):
+                The accelerator of the run.
+            step (`int`):
+                Number of optimizer steps done.
+
+        Returns:
+            `bool`: whether to stop, the same in all processes.
+        """
         if accelerator.num_processes == 1:
             return self.asked
+        if step % AGREE_EVERY:
+            return False
         return bool(accelerator.reduce(torch.tensor(int(self.asked), device=accelerator.device)).item())
 
 
 class Clock:
-    """Tokens per second of training, without the time that evaluation and saving take."""
+    """Tokens per second of training, without the time that evaluation and saving take.
 
-    def __init__(self, tokens_a_step: int) -> None:
-        self.tokens_a_step, self.steps, self.since = tokens_a_step, 0, time.monotonic()
+    Args:
+        tokens_per_step (`int`):
+            Tokens of all processes in one optimizer step.
+    """
+
+    def __init__(self, tokens_per_step: int) -> None:
+        self.tokens_per_step, self.steps, self.since = tokens_per_step, 0, time.monotonic()
 
     def count(self) -> None:
-        """One more step was done."""
+        """Count one more step."""
         self.steps += 1
 
     def speed(self) -> float:
-        """Tokens per second since the last call."""
-        seconds, tokens = time.monotonic() - self.since, self.steps * self.tokens_a_step
+        """Return the tokens per second since the last call.
+
+        Returns:
+            `float`: tokens per second.
+        """
+        seconds, tokens = time.monotonic() - self.since, self.steps * self.tokens_per_step
         self.steps, self.since = 0, time.monotonic()
         return tokens / seconds
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """What is done inside does not count."""
+        """Do not count the time inside."""
         started = time.monotonic()
         yield
         self.since += time.monotonic() - started

@@ -2,8 +2,8 @@
 
     rate, rule, dropout, blocks = functions of (arguments, step)
 
-so that scores and optimizer moments are all there is to save: a run that was killed goes on to the same
-bits, and two processes see the batches that one would have seen.
+Therefore scores and optimizer moments are all there is to save, with the place in a stream of text: a run that
+was killed resumes to identical bits, and two processes see the batches that one would have seen.
 """
 
 import json
@@ -17,31 +17,46 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import DistributedType, broadcast_object_list, gather_object, parse_flag_from_env
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from tqdm.auto import tqdm
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
+from transformers import PreTrainedModel
 
-from ..model.configuration_supermask_gpt2 import SupermaskGPT2Config
-from ..model.modeling_supermask_gpt2 import SupermaskGPT2LMHeadModel
-from ..model.ticket import SLTError, sha256
-from ..sharing.files import replacing
-from ..sharing.verify import verify_ticket
+from ..errors import SLTError
+from ..masks.modules import set_rule
+from ..masks.rules import RAMPED
+from ..models.checks import verify_ticket
+from ..models.configuration import SupermaskConfigMixin
+from ..progress import progress_bar
 from ..text.blocks import Corpus, StreamedBlocks, load_blocks
 from ..text.evaluation import evaluate_blocks
+from ..tickets.files import replacing
+from ..tickets.format import sha256
 from .arguments import FREE_TO_CHANGE, Arguments, RunArguments, steps_of
 from .batches import Batches, validation_batches
 from .checkpoints import WHOLE, Checkpoints, Snapshot, lock
-from .monitoring import Log, attention_moments, codes_of, look_at
-from .rules import RAMPED, RULES
-from .scores import ScoresLayer
+from .monitoring import Log, attention_moments, codes_of, mask_measures, scored_tensors
 
 # -- functions of the step --------------------------------------------------------------------------
 
 
 def rate_at(step: int, steps: int, warmup: int, floor: float) -> float:
-    """Share of the highest rate at a step: up a line, down a cosine to the floor.
+    """Return the share of the highest learning rate at a step: up a line, down a cosine to the floor.
+
+    Args:
+        step (`int`):
+            Number of the step, from 0.
+        steps (`int`):
+            Number of all steps.
+        warmup (`int`):
+            Steps in which the rate rises.
+        floor (`float`):
+            Share at the end.
+
+    Returns:
+        `float`: the share.
+
+    Example:
 
     >>> [round(rate_at(step, 12, 2, 0.1), 2) for step in (0, 1, 2, 7, 11)]
     [0.5, 1.0, 1.0, 0.55, 0.12]
@@ -53,7 +68,22 @@ def rate_at(step: int, steps: int, warmup: int, floor: float) -> float:
 
 
 def ramp_at(step: int, end: float, start: float | None, over: int) -> float:
-    """A rule's density or threshold at a step: linear from `start`, constant after `over` steps.
+    """Return a rule's density or threshold at a step: linear from `start`, constant after `over` steps.
+
+    Args:
+        step (`int`):
+            Number of the step, from 0.
+        end (`float`):
+            Final value.
+        start (`float` or `None`):
+            First value. None keeps the final value throughout.
+        over (`int`):
+            Number of steps of the ramp.
+
+    Returns:
+        `float`: the value.
+
+    Example:
 
     >>> [ramp_at(step, 0.25, 0.75, 4) for step in (0, 2, 4, 9)]
     [0.75, 0.5, 0.25, 0.25]
@@ -66,45 +96,110 @@ def ramp_at(step: int, end: float, start: float | None, over: int) -> float:
 # -- model and optimizer ----------------------------------------------------------------------------
 
 
-def build_model(arguments: Arguments, corpus: Corpus) -> PreTrainedModel:
-    """The model of a run, or of its control."""
-    config = arguments.config(corpus.tokenizer)
+def build_model(arguments: Arguments, tokenizer: Any) -> PreTrainedModel:
+    """Build the model of a run, or of its control.
+
+    Args:
+        arguments ([`Arguments`]):
+            All options.
+        tokenizer (`PreTrainedTokenizerFast`):
+            Its length is the vocabulary.
+
+    Returns:
+        `PreTrainedModel`: the model, with the scores that training starts from.
+    """
+    config = arguments.config(tokenizer)
     if arguments.run.control == "frozen_embeddings":
-        config.embedding, config.embedding_bits, config.embedding_rank = "frozen", 32, None
-    return dense_twin(config) if arguments.run.control == "dense" else SupermaskGPT2LMHeadModel(config)
+        frozen = {"embedding": "frozen", "embedding_bits": 32, "embedding_rank": None}
+        config.supermask |= {name: value for name, value in frozen.items() if name in config.supermask}
+    if arguments.run.control == "dense":
+        return dense_twin(config, arguments.run.dense_std)
+    return causal_lm_class(config)(config)
 
 
-def check_twin(config: SupermaskGPT2Config) -> None:
-    """Raise SLTError for a model that stock GPT-2 cannot be."""
-    width = config.n_embd / config.n_head
-    if not config.layer_norm or not config.qk_width == config.v_width == width:
+def causal_lm_class(config: Any) -> Any:
+    """Return the supermask class of a causal language model of this configuration.
+
+    Args:
+        config:
+            A supermask configuration.
+
+    Returns:
+        The class.
+    """
+    return config.model_class(config.auto_classes()["AutoModelForCausalLM"])
+
+
+def check_twin(config: Any) -> None:
+    """Check that a model has a dense twin: a stock model of the same sizes.
+
+    Args:
+        config:
+            A supermask configuration.
+
+    Raises:
+        [`SLTError`]: if the stock class cannot have its structure.
+    """
+    if not config.layer_norm or getattr(config, "has_free_widths", False):
         raise SLTError(
-            "stock GPT-2 has LayerNorm and heads of n_embd / n_head, so this model has no dense twin; leave "
+            "the stock class has norms and heads of n_embd / n_head, so this model has no dense twin; leave "
             "the dense control out, or layer_norm, n_qk and n_v as they are by default"
         )
 
 
-def dense_twin(config: SupermaskGPT2Config) -> GPT2LMHeadModel:
-    """Stock GPT-2 of the same sizes, freshly initialised, all weights trained."""
+def dense_twin(config: Any, std: float = 0.02) -> Any:
+    """Build the stock model of the same sizes, all of whose weights are trained.
+
+    Over a backbone it starts from the pretrained weights: it is then ordinary fine-tuning.
+
+    Args:
+        config:
+            A supermask configuration.
+        std (`float`, defaults to 0.02):
+            Standard deviation of the first weights.
+
+    Returns:
+        A model of the stock class.
+
+    Raises:
+        [`SLTError`]: if there is no such model.
+    """
     check_twin(config)
-    names = GPT2Config().to_dict().keys() & config.to_dict().keys()
-    own = {"model_type", "architectures", "transformers_version", "initializer_range"}
     torch.manual_seed(config.seed)
-    twin = GPT2LMHeadModel(GPT2Config(**{name: getattr(config, name) for name in names - own}))
+    stock_class = causal_lm_class(config).stock_class
+    if config.backbone:
+        where = {"revision": config.backbone_revision} if config.backbone_revision else {}
+        return stock_class.from_pretrained(config.backbone, config=config.stock_config(), **where)
+    stock = config.stock_config()
+    stock.initializer_range = std
+    twin = stock_class(stock)
     twin.loss_type = "ForCausalLM"  # as ours: else the loss would be scaled otherwise
     return twin
 
 
 def build_optimizer(model: nn.Module, options: RunArguments) -> torch.optim.Optimizer:
-    """AdamW or SGD over two groups, scores and trained weights; `lr` is the highest rate of each."""
+    """Build AdamW or SGD over two groups, scores and trained weights. `lr` is the highest rate of each.
+
+    Args:
+        model (`nn.Module`):
+            A model that learns, or a dense one.
+        options ([`RunArguments`]):
+            The options of the run.
+
+    Returns:
+        `torch.optim.Optimizer`: the optimizer.
+    """
     named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
     scores = [one for name, one in named if name.endswith("scores")]
     weights = [one for name, one in named if not name.endswith("scores")]
+    rate = options.weight_learning_rate
+    if options.control == "dense" and options.dense_learning_rate is not None:
+        rate = options.dense_learning_rate
     groups = [
         # What counts of scores is their order, not their size; but the larger they are, the longer a step of
         # AdamW, whose length is the rate, takes to change it.
         {"params": scores, "lr": options.learning_rate, "weight_decay": options.score_decay},
-        {"params": weights, "lr": options.weight_learning_rate, "weight_decay": options.weight_decay},
+        {"params": weights, "lr": rate, "weight_decay": options.weight_decay},
     ]
     groups = [group for group in groups if group["params"]]
     if options.optim == "sgd":
@@ -115,17 +210,48 @@ def build_optimizer(model: nn.Module, options: RunArguments) -> torch.optim.Opti
 # -- the run ----------------------------------------------------------------------------------------
 
 
+FSDP_NOT_USED = (
+    "accelerate was configured for FSDP, but shards nothing on device {}: this run is {}. "
+    "recipes/accelerate/fsdp2.yaml says how to try FSDP2 on CPUs"
+)
+
+
+WARMUP_TOO_LONG = (
+    "warmup_steps {} is more than the {} steps of this run: the learning rate never reaches its highest value; "
+    "give fewer, or a share of all steps such as --warmup_steps 0.05"
+)
+
+
 @cache
-def tell_once(text: str) -> None:
-    """Print what the runs of one call have in common: controls read the text of the ticket."""
+def print_once(text: str) -> None:
+    """Print a text once per program: the runs of one comparison have much in common.
+
+    Args:
+        text (`str`):
+            The text.
+    """
     print(text)
 
 
-class Run:
-    """One run, set up: the loop steps it on, `look` evaluates, `save` and `finish` write.
+def asks_for_fsdp() -> bool:
+    """Return whether `accelerate launch` was configured for FSDP.
 
-    A corpus that is given takes the place of the text that the arguments name. `make_optimizer` may be any
-    function of the model and its RunArguments; the `lr` of each of its groups is taken for the highest.
+    Returns:
+        `bool`: True under an accelerate configuration with FSDP.
+    """
+    return bool(parse_flag_from_env("ACCELERATE_USE_FSDP"))
+
+
+class Run:
+    """One run, ready for the loop.
+
+    Args:
+        arguments ([`Arguments`]):
+            All options.
+        corpus ([`Corpus`], *optional*):
+            The text. By default, the one that the arguments name.
+        make_optimizer (`Callable`, *optional*):
+            Makes the optimizer of a model and its [`RunArguments`]. The `lr` of each group is the highest rate.
     """
 
     def __init__(
@@ -143,19 +269,28 @@ class Run:
         )
         if self.accelerator.mixed_precision == "fp16":
             raise SLTError("fp16 needs a loss scale, which no checkpoint here holds; use bf16")
+        self._own_accumulation()
         if self.accelerator.is_main_process:
             self.lock = lock(self.folder)  # two runs would mix one log
+            kind = self.accelerator.distributed_type
+            if asks_for_fsdp() and kind != DistributedType.FSDP:
+                print_once(FSDP_NOT_USED.format(self.accelerator.device, kind.value))
         with self.accelerator.main_process_first():  # it tokenises, the others read its cache
             self.corpus = corpus or load_blocks(arguments.data)
         if self.accelerator.is_main_process:
-            tell_once(self.corpus.summary())
+            print_once(self.corpus.summary())
         sizes = self.options.per_device_train_batch_size, self.options.gradient_accumulation_steps
-        self.batches = Batches(self.corpus.train, self.seed, *sizes, self.accelerator)
+        workers = self.options.dataloader_num_workers
+        self.batches = Batches(self.corpus.train, self.seed, *sizes, self.accelerator, workers)
         self.steps = self._length()
         self.warmup = steps_of(self.options.warmup_steps, self.steps)
-        model = build_model(arguments, self.corpus)
+        if 0 < self.steps < self.warmup and self.accelerator.is_main_process:
+            print_once(WARMUP_TOO_LONG.format(self.warmup, self.steps))
+        model = build_model(arguments, self.corpus.tokenizer)
         self.config: Any = model.config
-        self.learns_masks = isinstance(self.config, SupermaskGPT2Config)
+        self.learns_masks = isinstance(self.config, SupermaskConfigMixin)
+        if self.options.moments and not self.config.model_type.endswith("gpt2"):
+            raise SLTError("moments are measured in GPT-2 only; leave the option out")
         if self.options.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         if self.options.torch_compile:
@@ -164,8 +299,9 @@ class Run:
         for group in self.optimizer.param_groups:
             group["initial_lr"] = group["lr"]
         self.done = 0  # optimizer steps
+        self._norm = self._largest_norm = torch.zeros(())  # of the gradient; read only when it is logged
         self.best: tuple[int, float] | None = None  # step and validation loss
-        self.masks: dict[str, Tensor] = {}  # codes, at the last look
+        self.masks: dict[str, Tensor] = {}  # codes at the last evaluation
         level = self.options.min_lr_rate == 1  # the rates so far are then those of a longer run too
         limit = self.options.save_total_limit
         self.checkpoints = Checkpoints(self.folder, self._identity(), limit, extendable=level)
@@ -175,11 +311,28 @@ class Run:
             self.accelerator.init_trackers("hf_slt", {k: str(v) for k, v in arguments.flat().items()})
 
     def _prepare(self, model: nn.Module) -> tuple[Any, Any]:
-        """Model and optimizer as the processes share them: as accelerate was configured."""
+        """Return model and optimizer as accelerate distributes them over the processes."""
         return self.accelerator.prepare(model, self.make_optimizer(model, self.options))
 
+    def _own_accumulation(self) -> None:
+        """Keep accelerate from dividing the gradient: the loop does, by the option of the run.
+
+        `accelerate launch --gradient_accumulation_steps N` sets a number of its own, by which
+        `accelerator.backward` would divide once more.
+        """
+        launched, wanted = (
+            self.accelerator.gradient_accumulation_steps,
+            self.options.gradient_accumulation_steps,
+        )
+        if launched not in (1, wanted):
+            raise SLTError(
+                f"gradient_accumulation_steps is {launched} for accelerate and {wanted} for this run; give it "
+                "after the name of the script only"
+            )
+        self.accelerator.gradient_accumulation_steps = 1
+
     def _length(self) -> int:
-        """Optimizer steps of the run, also where they are given in passes over the text."""
+        """Return the number of optimizer steps, also where it is given in passes over the text."""
         if self.options.control == "random_mask":
             return 0
         if self.options.max_steps > 0:
@@ -200,12 +353,14 @@ class Run:
             return None
         snapshot = self.checkpoints.load(path)
         snapshot.restore(self.model, self.optimizer.optimizer)
+        places = snapshot.places or [None] * self.accelerator.num_processes
+        self.batches.restore(snapshot.step, places[self.accelerator.process_index])
         self.done, self.best, self.masks = snapshot.step, snapshot.best, snapshot.masks
         self.accelerator.print(f"resumed after step {self.done} from {path}")
         return path.parent.parent / "log.jsonl"
 
     def _identity(self) -> dict[str, Any]:
-        """What must be the same for a checkpoint to be gone on from."""
+        """Return what must be the same for a checkpoint to be resumed."""
         return {
             **{name: value for name, value in self.arguments.flat().items() if name not in FREE_TO_CHANGE},
             "steps": self.steps,
@@ -230,7 +385,7 @@ class Run:
 
     def _set_rule(self) -> Any:
         """Give all layers the rule as it is at this step, and return it."""
-        rule: Any = RULES[self.config.rule](**dict(self.config.rule_options))
+        rule: Any = self.config.make_rule()
         if self.done < self.steps:  # what is saved at the end is always of the density asked for
             options = {
                 name: ramp_at(
@@ -240,53 +395,97 @@ class Run:
                 if hasattr(rule, name)
             }
             rule = replace(rule, **options)
-        for layer in self._layers():
-            layer.rule = rule
+        set_rule(self.accelerator.unwrap_model(self.model), rule)
         return rule
 
-    def _layers(self) -> list[ScoresLayer]:
-        modules = self.accelerator.unwrap_model(self.model).modules()
-        return [module for module in modules if isinstance(module, ScoresLayer)]
-
-    def clip_gradient(self) -> float:
-        """Scale the gradient down where it is too long; its norm before that."""
+    def clip_gradient(self) -> None:
+        """Scale the gradient down where it is too long, without waiting for the device to know its norm."""
         longest = self.options.max_grad_norm or math.inf
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), longest)
-        norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-        if not math.isfinite(norm):
+        self._norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        # The maximum of a number and NaN is NaN: one bad step is seen whenever the next look is.
+        self._largest_norm = torch.maximum(self._largest_norm.to(self._norm), self._norm)
+
+    def check_gradient(self) -> float:
+        """Check that every gradient since the last call was finite.
+
+        Called whenever something is logged, evaluated or saved: no damaged scores reach the disk.
+
+        Returns:
+            `float`: the norm of the last gradient.
+
+        Raises:
+            [`SLTError`]: if a gradient was not finite.
+        """
+        largest, self._largest_norm = float(self._largest_norm), torch.zeros(())
+        if not math.isfinite(largest):
             raise SLTError(
-                f"the gradient of step {self.done} is not finite: the run diverged; start again with "
+                f"a gradient before step {self.done} was not finite: the run diverged; start again with "
                 f"--overwrite and a learning rate below {self.options.learning_rate:g}"
             )
-        return norm
+        return float(self._norm)
 
     # -- between steps
 
     def due(self, option: str) -> bool:
-        """Whether what is done every `option` steps is to be done now; all is, after the last step."""
+        """Whether what is done every `option` steps is due now. After the last step everything is.
+
+        Args:
+            option (`str`):
+                Name of an option that counts steps, such as `"eval_steps"`.
+
+        Returns:
+            `bool`: whether it is due.
+        """
         every = steps_of(getattr(self.options, option), self.steps)
         return self.done == self.steps or (every > 0 and self.done % every == 0)
 
-    def progress_bar(self) -> tqdm:
-        """A bar over all steps, seen in the first process only."""
+    def progress_bar(self) -> Any:
+        """Return a bar over all steps, which only the first process shows; outside of a terminal it prints lines.
+
+        Returns:
+            The bar.
+        """
         shows = self.accelerator.is_main_process and self.steps > 0
         label = self.options.control or "ticket"
-        return tqdm(total=self.steps, initial=self.done, desc=label, disable=not shows, unit="step")
+        return progress_bar(total=self.steps, initial=self.done, desc=label, disable=not shows, unit="step")
 
     @property
-    def tokens_a_step(self) -> int:
-        """Tokens that all processes read for one optimizer step."""
+    def tokens_per_step(self) -> int:
+        """Number of tokens that all processes read for one optimizer step."""
         return self.batches.width * self.arguments.data.block_size
 
-    def log_training(self, losses: list[Tensor], norm: float, speed: float) -> str:
-        """Log the mean of the losses since the last time, over all processes; what the bar says of it."""
+    def log_training(self, losses: list[Tensor], speed: float) -> str:
+        """Log the mean of the losses since the last time, over all processes.
+
+        Args:
+            losses (`list[Tensor]`):
+                Losses of this process since the last call.
+            speed (`float`):
+                Tokens per second.
+
+        Returns:
+            `str`: the text of the bar.
+
+        Raises:
+            [`SLTError`]: if a gradient was not finite.
+        """
+        norm = self.check_gradient()
         loss = self.accelerator.reduce(torch.stack(losses).mean(), "mean").item()
         rate = self.optimizer.param_groups[0]["lr"]
         self.log.write("train", self.done, loss=loss, rate=rate, gradient_norm=norm, tokens_per_second=speed)
         return f"loss {loss:.3f}, rate {rate:.1e}, {speed:.0f} tokens/s"
 
-    def look(self) -> bool:
-        """Evaluate and look at the masks; True if this is the best so far."""
+    def evaluate(self) -> bool:
+        """Evaluate the model and log the state of its masks.
+
+        Returns:
+            `bool`: whether this is the best evaluation so far.
+
+        Raises:
+            [`SLTError`]: if a gradient was not finite.
+        """
+        self.check_gradient()
         rule = self._set_rule() if self.learns_masks else None
         measures = evaluate_blocks(
             self.model,
@@ -298,8 +497,10 @@ class Run:
         if rule is not None:
             parameters: Any = get_model_state_dict(self.model, options=WHOLE)
             if self.accelerator.is_main_process:  # others were given none
-                codes = codes_of(self.config, rule, parameters)
-                self.log.write("masks", self.done, **look_at(codes, self.masks, rule.factors))
+                tensors = scored_tensors(self.accelerator.unwrap_model(self.model))
+                codes = codes_of(tensors, rule, parameters)
+                measures_of_masks = mask_measures(tensors, codes, self.masks, rule.factors)
+                self.log.write("masks", self.done, **measures_of_masks)
                 self.masks = codes
         if self.options.moments:
             # The same blocks in every process: sharded weights are gathered by all or by none.
@@ -316,20 +517,26 @@ class Run:
 
     def save(self) -> None:
         """Write a checkpoint."""
-        known = {"best": self.best, "masks": self.masks}
+        self.check_gradient()
+        places = gather_object([self.batches.place]) if self.batches.streams else []
+        known = {"best": self.best, "masks": self.masks, "places": places}
         snapshot = Snapshot.take(self.done, self.model, self.optimizer.optimizer, **known)
         if self.accelerator.is_main_process:
             self.checkpoints.save(snapshot)
         self.accelerator.wait_for_everyone()
 
     def finish(self) -> dict[str, Any]:
-        """Write ticket (or dense model), tokenizer and report; return the report, in the first process."""
+        """Write ticket (or dense model), tokenizer and report.
+
+        Returns:
+            `dict[str, Any]`: the report in the first process, an empty dictionary in the others.
+        """
         if self.steps == 0:
-            self.look()
+            self.evaluate()
         parameters: Any = get_model_state_dict(self.model, options=WHOLE)
         if not self.accelerator.is_main_process:
             return {}
-        model: Any = build_model(self.arguments, self.corpus)
+        model: Any = build_model(self.arguments, self.corpus.tokenizer)
         model.load_state_dict(parameters)
         target = self.folder / ("model" if self.options.control == "dense" else "ticket")
         if self.options.control == "dense":
@@ -342,7 +549,7 @@ class Run:
         report = {
             "control": self.options.control,
             "steps": self.steps,
-            "tokens_seen": self.steps * self.tokens_a_step,
+            "tokens_seen": self.steps * self.tokens_per_step,
             **{name: value for name, value in last.items() if name not in ("kind", "step")},
             **dict(zip(("best_step", "best_loss"), self.best or (), strict=False)),
             "bytes": sum(path.stat().st_size for path in target.glob("*.safetensors")),
@@ -353,3 +560,10 @@ class Run:
         with replacing(self.folder / "report.json") as temporary:
             temporary.write_text(json.dumps(report, indent=1) + "\n")
         return report
+
+    def close(self) -> None:
+        """Finish the trackers. The process group stays: `accelerator.end_training` would destroy it,
+        and the next run of this program needs it.
+        """
+        for tracker in self.accelerator.trackers:
+            tracker.finish()

@@ -12,12 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from hf_slt import SupermaskGPT2Config, SupermaskGPT2LMHeadModel
+from hf_slt import SLTError, SupermaskGPT2Config, SupermaskGPT2LMHeadModel
 from hf_slt.papers.attention_hessian import attention_hessian, to_score_space
 from hf_slt.papers.curvature import BLOCKS, BlockCurvature, _PlainModel, block_curvature
 from hf_slt.papers.curvature_report import (
     curvature_report,
     format_report,
+    measure_saved,
     plot_report,
     report_records,
     value_to_query,
@@ -417,8 +418,8 @@ def test_eigenvalues_of_a_block_that_hardly_bends_or_not_at_all():
 
 def test_score_space_is_the_weight_hessian_between_frozen_weights():
     model, ids = supermask(law="normal"), tokens()
-    layer = model.transformer.h[1].attn.c_attn
-    for block, part in zip("qkv", layer.tensors, strict=True):
+    plan = model.transformer.h[1].attn.c_attn.parameter_plans["weight"]
+    for block, part in zip("qkv", plan.tensors, strict=True):
         weight = torch.from_numpy(part.draw()).double()
         H, H_o = dense(model, ids, 1, block)
         S, S_o = dense(model, ids, 1, block, space="score")
@@ -430,11 +431,11 @@ def test_score_space_is_the_derivative_of_the_gradient_that_trains():
     """Gradients that the straight-through layer itself returns, a little apart, against the operator."""
     model, ids = supermask().double(), tokens()
     layer = model.transformer.h[0].attn.c_attn
-    scores, value = layer.value_scores, layer.tensors[2]
+    scores, value = layer.value_scores, layer.parameter_plans["weight"].tensors[2]
     signs = scores.detach().double().sign()
     (direction,) = draw(0, tuple(scores.shape))
     displacement = torch.from_numpy(value.draw()) * signs * direction
-    start = layer.shape[1] - value.shape[1]
+    start = layer.weight.shape[1] - value.shape[1]
 
     def gradient(step):
         def move(_, inputs, output):  # as if the masked weight were step * displacement further
@@ -456,8 +457,8 @@ def test_score_space_is_the_derivative_of_the_gradient_that_trains():
 
 def test_signed_constant_blocks_have_the_weights_spectrum():
     model, ids = supermask(law="signed_constant"), tokens()
-    layer = model.transformer.h[0].attn.c_attn
-    for block, part in zip("qv", (layer.tensors[0], layer.tensors[2]), strict=True):
+    query, _, value = model.transformer.h[0].attn.c_attn.parameter_plans["weight"].tensors
+    for block, part in zip("qv", (query, value), strict=True):
         constant = abs(float(part.draw()[0, 0]))
         want = constant**2 * torch.linalg.eigvalsh(dense(model, ids, 0, block)[0])
         got = torch.linalg.eigvalsh(dense(model, ids, 0, block, space="score")[0])
@@ -584,7 +585,6 @@ class LiveBytes(TorchDispatchMode):
 def test_memory_is_a_small_multiple_of_the_largest_block(space):
     """A table that is nearly all of the model; with 8 probes at once it held 57 tables."""
     model = supermask(n_embd=32, vocab_size=30_000, n_layer=1)
-    model.transformer.wte.masked_weight()  # its own cache is the model's, not ours
     table = 4 * model.config.vocab_size * 32
     with LiveBytes() as live:
         block_curvature(model, tokens(1, 4), ("embedding",), space, probes=8, eigenvalues=False)
@@ -610,9 +610,12 @@ def test_curvature_errors_name_value_and_cure():
 
 
 def test_without_scipy_the_extra_is_named_and_all_but_eigenvalues_is_measured(monkeypatch):
-    monkeypatch.setitem(sys.modules, "scipy.sparse.linalg", None)
-    with pytest.raises(ImportError, match=r'pip install "hf_slt\[curvature\]"'):
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    missing = r"eigenvalues: the package scipy is not installed; pip install .*\[curvature\]"
+    with pytest.raises(SLTError, match=missing):
         block_curvature(stock(), tokens(), ("q",), layers=[0], probes=1)
+    with pytest.raises(SLTError, match=missing):  # before the model, which is not there, is looked for
+        measure_saved("no model", eigenvalues=True)
     (row,) = block_curvature(stock(), tokens(), ("q",), layers=[0], probes=1, eigenvalues=False)
     assert row.norm > 0
 

@@ -12,10 +12,9 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import hf_slt
-from hf_slt.model.random_weights import draw
 from hf_slt.papers import theory
 from hf_slt.papers.subset_sum import best_subset, prune_relu_to_match, prune_to_match
-from hf_slt.sharing.saving import describe
+from hf_slt.weights.random_weights import draw
 
 CONSTRUCTIONS = ("proof", "balanced")
 
@@ -444,7 +443,7 @@ def test_pruned_transformer_is_a_ticket(tmp_path):
     model = found.model()
     model.save_ticket(tmp_path / "ticket")
     header = hf_slt.verify_ticket(tmp_path / "ticket")
-    assert header.config["seed"] == 2
+    assert header.options["seed"] == 2
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "ticket")
     assert torch.equal(again(torch.from_numpy(TOKENS)).logits, model(torch.from_numpy(TOKENS)).logits)
     # Which target stock GPT-2 draws from a seed depends on the version of transformers, and so the error too.
@@ -452,7 +451,7 @@ def test_pruned_transformer_is_a_ticket(tmp_path):
     for name, mask in again.mask_arrays().items():
         assert (mask == found.masks[name]).all()
     # nothing but masks and the target's embeddings is stored
-    header, _ = describe(model)
+    header, _ = model.describe()
     assert {name for name, entry in header.tensors.items() if entry.kind == "trained"} == {"wte", "wpe"}
 
 

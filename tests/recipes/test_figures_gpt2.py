@@ -11,7 +11,6 @@ import figures_gpt2 as study
 import numpy as np
 import pytest
 import studies
-import torch
 
 from hf_slt.training.arguments import Arguments
 
@@ -51,28 +50,10 @@ def test_recall_asks_for_the_value_of_every_key():
     assert len(np.unique(made.array[:, :4], axis=0)) > 40  # no order of the pairs is always the same
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_quantised_values_are_near_and_few(bits):
-    values = torch.randn(37, 50, generator=torch.Generator().manual_seed(0))
-    back, size = study.quantise(values, bits)
-    largest = 2 ** (bits - 1) - 1
-    flat, near = (
-        torch.nn.functional.pad(v.flatten(), (0, -v.numel() % 64)).view(-1, 64) for v in (values, back)
-    )
-    scale = flat.abs().amax(1, keepdim=True) / largest
-    assert ((flat - near).abs() <= scale * (0.5 + largest * 2.0**-10)).all()  # half a step; float16 scales
-    for row in near:
-        assert len(row.unique()) <= 2 * largest + 1
-    groups = math.ceil(values.numel() / 64)
-    assert size == math.ceil(values.numel() * bits / 8) + 2 * groups
-    again, _ = study.quantise(back, bits)
-    torch.testing.assert_close(again, back, rtol=2e-3, atol=1e-4)
-
-
 def test_points_are_named_once_and_their_settings_are_arguments():
     known = {*Arguments().flat(), "task", "quantised"}
     for preset in study.PRESETS.values():
-        points = preset.points()
+        points = study.points(preset)
         assert len({point.id for point in points}) == len(points)
         assert {name for point in points for name in point.settings} <= known
     with pytest.raises(SystemExit):
@@ -149,6 +130,7 @@ def test_sizes_of_a_ticket_and_of_stored_embeddings():
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_under_accelerate_launch_one_process_makes_the_study(tmp_path):
     flags = ["--config_file", str(ROOT / "recipes" / "accelerate" / "cpu_ddp.yaml")]  # of two
     recipe = [str(ROOT / "recipes" / "figures_gpt2.py"), "--preset", "quick", "--only", "fig8"]

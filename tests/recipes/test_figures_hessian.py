@@ -10,8 +10,10 @@ import pytest
 import studies
 import torch
 from cases import tiny_config
+from train_gpt2_slt import train
 
 from hf_slt import SupermaskGPT2LMHeadModel
+from hf_slt.training.run import Run
 
 RESULTS = Path(__file__).parents[2] / "recipes" / "results"
 
@@ -27,6 +29,7 @@ def test_additions_are_sums_with_only_the_answer_predicted():
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_authors_norms_are_met():
     points = [
         point
@@ -97,28 +100,27 @@ def tiny(tmp_path, monkeypatch):
     }
     shape = {"n_layer": 1, "n_embd": 16, "n_head": 2, "learning_rate": 1e-2, "cache_dir": tmp_path / "cache"}
 
-    def arguments(**options):
-        usual = {"max_steps": 2, "output_dir": tmp_path / "run"}
-        return studies.loop_arguments(**{**words, **shape, **usual, **options})
+    def settings(**options):
+        return {**words, **shape, "max_steps": 2, "output_dir": tmp_path / "run", **options}
 
-    monkeypatch.setattr(recipe, "nano_arguments", arguments)
-    return arguments
+    monkeypatch.setattr(recipe, "nano_settings", settings)
+    return lambda **options: studies.loop_arguments(**settings(**options))
 
 
 def rated(arguments, rates):
-    return recipe.Run(arguments, make_optimizer=partial(recipe.rated_optimizer, rates))
+    return Run(arguments, make_optimizer=partial(recipe.rated_optimizer, rates))
 
 
 def test_rates_reach_their_scores_and_no_others(tiny, tmp_path):
-    plain, run = recipe.Run(tiny(output_dir=tmp_path / "plain")), rated(tiny(), {})
-    assert recipe.train(plain)
-    assert recipe.train(run)
+    plain, run = Run(tiny(output_dir=tmp_path / "plain")), rated(tiny(), {})
+    assert train(plain)
+    assert train(run)
     losses = [[r["loss"] for r in one.log.records if r["kind"] == "train"] for one in (plain, run)]
     assert losses[0] == losses[1]  # without rates, it is the ordinary training
     for kind, (_, words) in recipe.GROUPS.items():
         run = rated(tiny(output_dir=tmp_path / kind), {f"{kind}_rate": 0.0})
         before = {name: scores.detach().clone() for name, scores in run.model.named_parameters()}
-        recipe.train(run)
+        train(run)
         still = {name for name, scores in run.model.named_parameters() if scores.equal(before[name])}
         assert still == {name for name in before if any(word in name for word in words)}, kind
 
@@ -134,7 +136,7 @@ def test_each_variant_takes_its_part_of_the_advice(tiny, tmp_path, monkeypatch):
         scale = {"qk_scale": 1.5} if variant in ("scale", "both") else {}
         arguments = tiny(layer_norm=False, seed=2, max_steps=3, output_dir=tmp_path / variant, **scale)
         run = rated(arguments, rates if variant in ("rates", "both") else {})
-        recipe.train(run)
+        train(run)
         (last,) = (record for record in run.log.records if record["kind"] == "evaluation")
         assert (found["loss"], found["curve"]) == (last["loss"], [[3, round(last["loss"], 4)]])
 

@@ -1,14 +1,11 @@
 """The study of rules: sizes that meet their budget, rivals rounded as they are stored, a run of each kind."""
 
-import json
 from pathlib import Path
 
-import equal_bytes
 import figures_rules as study
 import pytest
 import rivals
 import studies
-import torch
 
 RECIPES = Path(studies.__file__).parent
 
@@ -18,36 +15,6 @@ def test_a_wider_budget_is_a_wider_model(name):
     widths = [study.width_for(name, budget) for budget in (60_000, 115_000, 230_000)]
     assert widths == sorted(set(widths))
     assert all(width % study.BASE["n_head"] == 0 for width in widths)
-
-
-def test_rivals_are_rounded_to_what_their_bytes_can_hold():
-    weight = torch.randn(70, 33, generator=torch.Generator().manual_seed(0))
-    rounded, size = rivals.int4(weight)
-    assert size == -(-weight.numel() // 2) + 2 * -(-weight.numel() // 64)
-    assert (rounded - weight).abs().max() <= weight.abs().max() / 14 * 1.01
-    assert torch.allclose(rivals.int4(rounded)[0], rounded, atol=1e-6)
-    rounded, size = rivals.ternary(weight)
-    assert all(len(row.unique()) <= 3 for row in rounded)
-    assert size < weight.numel() * 1.6 / 8 + 2 * len(weight)
-
-
-def test_equal_bytes_is_a_list_of_all_runs_with_what_repeats_them(tmp_path):
-    """The search tries each contestant as it is; what was measured stays, whatever is asked for next."""
-    comparison = equal_bytes.Comparison(equal_bytes.PRESETS["cpu"], {})
-    rows = comparison.rows()
-    searched = {studies._key(one) for one in comparison.search()}
-    ours, theirs = (rows[115_000, 3000, name][0] for name in equal_bytes.PAIR)
-    assert {studies._key(ours), studies._key(theirs)} <= searched
-    path = tmp_path / "equal_bytes.json"
-    found = {"loss": 4.5, "bytes": 7, "seconds": 1.0}
-    rivals.FlatRecords(path, [ours], keep=True).add(ours, found)
-    other = rivals.FlatRecords(path, [theirs], keep=True)
-    other.add(theirs, found)
-    ticket, dense = sorted(json.loads(path.read_text()), key=lambda one: one["side"] == "dense")
-    assert ticket | {"side": "dense", "settings": dense["settings"]} == dense
-    assert ticket["settings"] == dict(ours)
-    assert [ticket[name] for name in ("steps", "seed", "loss", "bytes")] == [3000, 0, 4.5, 7]
-    assert [one["loss"] for one in rivals.table(rows, other)] == [4.5, 4.5]
 
 
 def test_every_contestant_has_rates_and_a_point_of_its_own():
@@ -60,7 +27,7 @@ def test_every_contestant_has_rates_and_a_point_of_its_own():
 
 def test_the_rate_of_the_lowest_loss_is_compared_at_every_size_and_on_every_text(tmp_path):
     text = {"train_files": ["a.txt"]}
-    shares = [rivals.Share(("sign",), size, 300, 2) for size in (60_000, 115_000)]
+    shares = [study.Share(("sign",), size, 300, 2) for size in (60_000, 115_000)]
     tried = study.search_of("sign", 300)
     records = rivals.FlatRecords(tmp_path / "rules.json", tried.values(), keep=True)
     losses = dict(zip(tried, (5.0, 4.9), strict=True))
@@ -84,18 +51,13 @@ def test_a_text_is_named_without_its_folder_and_one_elsewhere_is_refused(tmp_pat
 
     def ask(*files):
         monkeypatch.setattr("sys.argv", ["study", "--train_files", *files])
-        return rivals.with_text(studies.parser_of("", ["quick"], ["compare"]))[1]
+        return study.parse_options()[1]
 
     for lost in ("other/b.txt", "c.txt"):
         with pytest.raises(SystemExit):
             ask("a.txt", lost)
         assert lost in capsys.readouterr().err
     assert ask(str(tmp_path / "a.txt"), "b.txt") == {"train_files": ["a.txt", "b.txt"]}
-
-
-def points_of_equal_bytes(text, records):
-    comparison = equal_bytes.Comparison(equal_bytes.PRESETS["text" if text else "cpu"], text)
-    return [*comparison.search(), *(one for points in comparison.rows().values() for one in points)]
 
 
 def points_of_rules(text, records):
@@ -106,16 +68,14 @@ def points_of_rules(text, records):
     return [*search, *(one for points in rows.values() for one in points)]
 
 
-@pytest.mark.parametrize("points_of", [points_of_equal_bytes, points_of_rules])
-def test_committed_records_are_those_that_the_pages_show(points_of, tmp_path):
+def test_committed_records_are_those_that_the_page_shows(tmp_path):
     """Every point of the preset has a record on every text that was tried; every record is of a point."""
-    stem = points_of.__name__.removeprefix("points_of_")
-    text = (RECIPES / "results" / f"{stem}.json").read_text()
+    text = (RECIPES / "results" / "rules.json").read_text()
     (tmp_path / "copy.json").write_text(text)
     records = rivals.FlatRecords(tmp_path / "copy.json", [], keep=True)
     names = {tuple(record["of"].get("train_files", ())) for record in records.found.values()}
     texts = [{"train_files": list(files)} if files else {} for files in names]
-    points = {studies._key(one) for about in texts for one in points_of(about, records)}
+    points = {studies._key(one) for about in texts for one in points_of_rules(about, records)}
     assert points == set(records.found)
     records.write()
     assert records.path.read_text() == text  # the file is as the store leaves it

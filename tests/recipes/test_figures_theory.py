@@ -34,5 +34,6 @@ def test_a_record_is_what_its_point_gives(figure, settings):
     records = json.loads((RESULTS / f"theory_paper_{figure}.json").read_text())["records"]
     record = next(iter(recipe.select(records, **settings, sources=[0, 10])))
     found = recipe.PARTS[figure].measure(**{**record["of"], "sources": [0, 2]})
+    rounding = 1e-8 if figure == "fig5" else 0  # its long inputs are computed in float32
     for key, values in found.items():
-        np.testing.assert_allclose(values, record[key][:2], rtol=2e-4, err_msg=key)
+        np.testing.assert_allclose(values, record[key][:2], rtol=2e-4, atol=rounding, err_msg=key)

@@ -9,9 +9,10 @@ import pytest
 from cases import tiny_config
 
 from hf_slt import SupermaskGPT2LMHeadModel
-from hf_slt.model.random_weights import draw
-from hf_slt.model.ticket import Entry, Header
-from hf_slt.sharing.entropy import encode_masks
+from hf_slt.tickets.entries import Entry
+from hf_slt.tickets.entropy import encode_masks
+from hf_slt.tickets.format import Header
+from hf_slt.weights.random_weights import draw
 
 
 def test_an_urn_costs_what_coding_weight_by_weight_costs():
@@ -38,7 +39,7 @@ def test_structure_is_found_where_it_is_and_only_there():
     for kind, mask in masks.items():
         kept = int(mask.sum())
         entry = Entry(shape, "w_mask", "normal", 1.0, (mask.size - kept, kept))
-        bits = recipe.measure(Header({"n_head": 4, "seed": 7}, {"w": entry}), "w", mask)
+        bits = recipe.measure(Header({"n_head": 4, "supermask": {"seed": 7}}, {"w": entry}), "w", mask)
         assert bits["bound"] == pytest.approx(math.log2(math.comb(30_000, int(mask.sum()))))
         gain[kind] = {model: 1 - bits[model] / bits["bound"] for model in bits}
     assert max(gain["noise"].values()) < 0.001

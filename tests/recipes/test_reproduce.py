@@ -13,10 +13,11 @@ from pathlib import Path
 import figures_gpt2
 import pytest
 import reproduce
+import studies
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from hf_slt.model.ticket import SLTError
+from hf_slt.errors import SLTError
 from hf_slt.training.arguments import parse_arguments
 from hf_slt.training.run import Run, dense_twin
 
@@ -82,7 +83,7 @@ def test_what_is_left_is_run_and_drawn(tmp_path, monkeypatch, capsys):
         tiny = "--n_layer 1 --n_embd 64 --n_head 1 --block_size 24 --max_steps 2"
         tiny += " --per_device_train_batch_size 2 --gradient_accumulation_steps 1"
         run = Run(parse_arguments([*words, *tiny.split()]), figures_gpt2.corpus_of("recall", 8))
-        figures_gpt2.train(run)
+        studies.train(run)
         run.finish()
         return 0
 
@@ -179,7 +180,7 @@ def test_the_script_is_stopped_goes_on_and_draws(tmp_path):
         assert started.poll() is None, started.communicate()[1]
         time.sleep(0.02)
     started.send_signal(signal.SIGTERM)
-    assert "the same command goes on from here" in started.communicate()[1]
+    assert "the same command resumes from here" in started.communicate()[1]
     assert started.returncode == 130
     assert list(first.glob("checkpoints/step-*"))
     assert not (first / "report.json").exists()

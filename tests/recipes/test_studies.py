@@ -10,24 +10,26 @@ import time
 from functools import partial
 from pathlib import Path
 
+import dense_twins
 import figures_gpt2
 import figures_hessian
 import figures_theory
 import pytest
 import studies
+import tables
 from studies import Records, grid, select
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"
 
 
-@pytest.mark.parametrize("module", [studies, figures_hessian], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [studies, tables, figures_hessian], ids=lambda module: module.__name__)
 def test_examples_in_docstrings(module):
     failed, tried = doctest.testmod(module)
     assert (failed, tried > 0) == (0, True)
 
 
-def test_a_point_is_measured_once_and_a_changed_one_is_told(tmp_path, capsys):
+def test_a_point_is_measured_once_and_a_changed_one_is_left_out(tmp_path, capsys):
     path = tmp_path / "results" / "some.json"
     points = grid(n=(3, 1), x=(0.1 + 0.2, "a"))
     records = Records(path, points)
@@ -93,6 +95,8 @@ def start(folder, first):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # A shell that runs the tests in the background ignores Ctrl-C for them, and they would pass that on.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
@@ -119,7 +123,7 @@ def test_a_study_that_is_ended_keeps_its_records_and_leaves_no_worker(tmp_path, 
     workers = list(tmp_path.glob("worker*"))
     wait_for(lambda: not any(map(alive, workers)), 20)
     assert (study.returncode != 0, out) == (True, "")
-    assert ("goes on from here" in error) == (end is signal.SIGINT)
+    assert ("resumes from here" in error) == (end is signal.SIGINT)
     (record,) = json.loads((tmp_path / "some.json").read_text())["records"]
     assert record == {"of": {"n": 0}, "threads": "1"}
 
@@ -134,7 +138,10 @@ def test_the_error_of_a_worker_ends_the_study(tmp_path):
     wait_for(lambda: not any(map(alive, workers)), 20)
 
 
-COMMITTED = {"gpt2_cpu": lambda: [point.settings for point in figures_gpt2.PRESETS["cpu"].points()]}
+COMMITTED = {
+    "dense_twins": lambda: [*dense_twins.points_of("nano"), *dense_twins.points_of("ternary")],
+    "gpt2_cpu": lambda: [point.settings for point in figures_gpt2.points(figures_gpt2.PRESETS["cpu"])],
+}
 for recipe, name, preset in ((figures_theory, "theory", "paper"), (figures_hessian, "hessian", "full")):
     for key, part in recipe.PARTS.items():
         COMMITTED[f"{name}_{preset}_{key}"] = partial(part.points, recipe.PRESETS[preset])
@@ -153,17 +160,25 @@ def test_committed_records_are_of_the_study_as_it_is(stem, tmp_path, capsys):
     assert records.path.read_text() == text  # the file is as the store leaves it
 
 
-@pytest.mark.slow
+_LONG = pytest.mark.exhaustive
+
+
 @pytest.mark.parametrize(
     ("recipe", "options", "drawn"),
     [
-        ("figures_gpt2", [], {"recall", "induction", "fig7", "fig8", "bytes", "ablations"}),
-        ("figures_theory", ["--only", "fig5", "constant"], {"fig5"}),
-        ("figures_hessian", ["--only", "growth", "addition"], {"hessian_growth", "hessian_addition"}),
-        ("figures_rules", [], {"rules"}),
+        ("figures_gpt2", ["--only", "recall", "fig8", "bytes"], {"recall", "fig8", "bytes"}),
+        pytest.param("figures_theory", ["--only", "fig5", "constant"], {"fig5"}, marks=_LONG),
+        pytest.param(
+            "figures_hessian",
+            ["--only", "growth", "addition"],
+            {"hessian_growth", "hessian_addition"},
+            marks=_LONG,
+        ),
+        pytest.param("figures_rules", [], {"rules"}, marks=_LONG),
     ],
 )
-def test_a_quick_study_runs_and_goes_on(recipe, options, drawn, tmp_path):
+@pytest.mark.slow
+def test_a_quick_study_runs_and_resumes(recipe, options, drawn, tmp_path):
     command = [sys.executable, RECIPES / f"{recipe}.py", "--preset", "quick", "--out", tmp_path, *options]
     subprocess.run(command, check=True, capture_output=True)
     before = {path: path.read_bytes() for path in (tmp_path / "results").iterdir()}

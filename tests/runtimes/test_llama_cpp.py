@@ -1,9 +1,9 @@
 """Tickets in llama.cpp itself: the same tokens, the same numbers; or one line that says why not."""
 
-import json
-import math
+import subprocess
 import sys
-import urllib.request
+import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +11,23 @@ import pytest
 import torch
 import transformers
 from cases import TINY
+from llama import (
+    POSITIONS,
+    RECIPES,
+    TEXT,
+    UNSEEN,
+    Llama,
+    LlamaServer,
+    expected_log_probabilities,
+    learn,
+    odd_texts,
+    perplexity,
+    read_file,
+    read_types,
+    save,
+)
 from packaging.version import Version
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from torch.testing import assert_close
 from transformers import AutoTokenizer, GPT2LMHeadModel, PreTrainedTokenizerFast
 
@@ -24,19 +39,14 @@ from hf_slt import (
     SupermaskGPT2Model,
 )
 from hf_slt.cli import main
-from hf_slt.runtimes.llama_cpp import FLOAT, MOST_ROUNDING, TYPES, export_gguf
+from hf_slt.runtimes.gguf_types import MOST_ROUNDING, TYPES, pack
+from hf_slt.runtimes.gguf_vocabulary import QWEN
+from hf_slt.runtimes.llama_cpp import export_gguf
 from hf_slt.text.blocks import train_tokenizer
 
 gguf = pytest.importorskip("gguf")
-llama = pytest.importorskip("xllamacpp")
-
-TEXT = (
-    "A ticket is a seed and a mask. The seed draws every weight, and nothing changes it. The mask says which "
-    "weights stay and which ones go. So a small file holds a large model: whoever has the seed has the "
-    "weights, and whoever has the mask has what was learned. "
-)
-UNSEEN = "The seed says which weights go, and a small mask changes nothing of it. Whoever stays was learned!"
-SHAPE = {**TINY, "n_layer": 2, "n_embd": 256, "n_positions": 128, "bos_token_id": 0, "eos_token_id": 0}
+xllamacpp = pytest.importorskip("xllamacpp")  # only for its constants: servers run in processes of their own
+SHAPE = {**TINY, "n_layer": 2, "n_embd": 256, "n_positions": POSITIONS, "bos_token_id": 0, "eos_token_id": 0}
 SHAPE |= {"law": "signed_constant", "pad_token_id": None}
 EXACT = {"qk_scale": 1, "initializer_range": 0.25, "scale_with_width": False}  # constants are powers of two
 # What is not the plain ticket of weights -c, 0 and c: options, and the types that its matrices and table get.
@@ -46,17 +56,16 @@ CASES = {
     "tensor_scales-trained_gains": ({"scales": "tensor", "layer_norm": "trained"}, "tq1_0", "tq1_0"),
     "untied": ({"tie_word_embeddings": False, "initializer_range": 0.03125}, "tq1_0", "tq1_0"),
     "trained_tables": ({"embedding": "trained", "embedding_bits": 8}, "tq1_0", "f32"),
-    "frozen_tables-multicoat": ({"rule": "multicoat", "density": None, "embedding": "frozen"}, "f32", "f32"),
+    "frozen_tables-multicoat": ({"rule": "multicoat", "density": None, "embedding": "frozen"}, "f32", "q1_0"),
+    "sign-row_scales": ({"rule": "sign", "density": None, "scales": "row"}, "q1_0", "q1_0"),
+    "sign-width-128": ({"rule": "sign", "density": None, "n_embd": 128}, "q1_0", "q1_0"),
+    "sign-width-64": ({"rule": "sign", "density": None, "n_embd": 64, "n_inner": 64}, "q2_0", "q2_0"),
     "width-128": ({"n_embd": 128, "n_inner": 320}, "q2_0", "q2_0"),
-    "width-32": ({"n_embd": 32}, "f32", "f32"),
-    "width-32-halves": ({"n_embd": 32, **EXACT}, "f16", "f16"),
+    "width-96": ({"n_embd": 96, "n_inner": 160}, "q4_0", "q4_0"),
+    "width-48": ({"n_embd": 48, "n_inner": 48}, "f16", "f16"),
+    "width-48-tiny": ({"n_embd": 48, "n_inner": 48, "initializer_range": 1e-9}, "f32", "f32"),
+    "trellis": ({"rule": "trellis", "density": None, "law": "normal", "n_embd": 64}, "f32", "f32"),
 }
-
-
-def save(folder: Path, model, words) -> Path:
-    model.save_ticket(folder)
-    words.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -66,90 +75,30 @@ def words():
 
 def make(words, steps: int = 0, **changes) -> SupermaskGPT2LMHeadModel:
     """A model that has read the text for some steps; with random scales, gains and tables."""
-    torch.manual_seed(0)
     model = SupermaskGPT2LMHeadModel(SupermaskGPT2Config(**SHAPE | {"vocab_size": len(words)} | changes))
-    for name, values in model.named_parameters():
-        if name.endswith("values"):  # scales and gains start at one, tables as they were drawn
-            torch.nn.init.uniform_(values, 0.5, 1.5) if len(values) == 1 else torch.nn.init.normal_(
-                values, std=0.05
-            )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
-    ids = torch.tensor(words(3 * TEXT, verbose=False).input_ids)
-    for _ in range(steps):
-        rows = torch.stack(
-            [ids[start : start + 64] for start in torch.randint(0, len(ids) - 64, (4,)).tolist()]
-        )
-        model(rows, labels=rows).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model.to_ticket().eval()
+    return learn(model, words, steps)
 
 
 @pytest.fixture(scope="module")
 def ticket(words, tmp_path_factory):
     """One that writes words, not one and the same token."""
-    return save(tmp_path_factory.mktemp("llama") / "ticket", make(words, 40), words)
+    return save(tmp_path_factory.mktemp("llama") / "ticket", make(words, 120), words)
 
 
-class Llama:
-    """A file in llama.cpp, with float32 keys and values, on one thread."""
-
-    def __init__(self, path: Path) -> None:
-        options = llama.CommonParams()
-        options.model.path = str(path)
-        options.n_ctx, options.n_parallel = SHAPE["n_positions"], 1
-        options.warmup, options.fit_params, options.verbosity = False, False, -1
-        options.cpuparams.n_threads = options.cpuparams_batch.n_threads = 1
-        options.cache_type_k = options.cache_type_v = llama.ggml_type.GGML_TYPE_F32
-        options.flash_attn_type = llama.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-        self.server = llama.Server(options)
-
-    def ask(self, what: str, **question):
-        data, kind = json.dumps(question).encode(), {"Content-Type": "application/json"}
-        request = urllib.request.Request(f"{self.server.listening_address}/{what}", data, kind)
-        with urllib.request.urlopen(request) as answer:
-            return json.load(answer)
-
-    def greedy(self, ids: list[int], new: int) -> list[int]:
-        options = {"n_predict": new, "temperature": 0, "return_tokens": True}
-        return self.ask("completion", prompt=ids, **options)["tokens"]
-
-    def log_probabilities(self, ids: list[int], size: int) -> torch.Tensor:
-        """Of every token after every beginning of `ids`: (length, size)."""
-        # The token that it goes on with does not matter, but must be a whole letter: "a".
-        options = {"n_predict": 1, "n_probs": size, "temperature": 0, "logit_bias": [["a", 1e4]]}
-        found = torch.empty(len(ids), size)
-        for end in range(len(ids)):
-            answer = self.ask("completion", prompt=ids[: end + 1], **options)
-            for one in answer["completion_probabilities"][0]["top_logprobs"]:
-                found[end, one["id"]] = one["logprob"]
-        return found
-
-
-@torch.no_grad()
-def expected_log_probabilities(model, ids: list[int]) -> torch.Tensor:
-    return model(torch.tensor([ids])).logits[0].log_softmax(-1)
-
-
-def perplexity(logs: torch.Tensor, ids: list[int]) -> float:
-    return math.exp(-logs[:-1].gather(1, torch.tensor(ids[1:])[:, None]).mean().item())
-
-
-def read_file(path: Path) -> dict[str, tuple[str, np.ndarray]]:
-    """Type and weights of every tensor, by the reader of the gguf package."""
-    return {
-        one.name: (one.tensor_type.name.lower(), gguf.dequantize(one.data, one.tensor_type))
-        for one in gguf.GGUFReader(path).tensors
-    }
+@pytest.fixture
+def running():
+    """Starts servers, which end with the test."""
+    with ExitStack() as servers:
+        yield lambda path: servers.enter_context(Llama(path))
 
 
 # -- the same numbers --------------------------------------------------------------------------------------
 
 
-def test_float32_writes_and_says_what_the_ticket_does(ticket, tmp_path):
+def test_float32_writes_and_says_what_the_ticket_does(ticket, running, tmp_path):
     export_gguf(ticket, tmp_path / "a.gguf", "f32")
     model, words = SupermaskGPT2LMHeadModel.from_pretrained(ticket), AutoTokenizer.from_pretrained(ticket)
-    there = Llama(tmp_path / "a.gguf")
+    there = running(tmp_path / "a.gguf")
     start = torch.tensor([words("A ticket").input_ids])
     ours = model.generate(start, attention_mask=torch.ones_like(start), do_sample=False, max_new_tokens=64)
     ours = ours[0, start.shape[1] :].tolist()
@@ -158,44 +107,44 @@ def test_float32_writes_and_says_what_the_ticket_does(ticket, tmp_path):
     assert there.greedy(start[0].tolist(), 64) == ours
     ids = [0, *words(UNSEEN).input_ids]
     assert_close(
-        there.log_probabilities(ids, len(words)), expected_log_probabilities(model, ids), rtol=0, atol=1e-3
+        there.log_probabilities(ids, len(words)), expected_log_probabilities(model, ids), rtol=1e-3, atol=1e-3
     )
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_kind_of_ticket_by_auto(name, words, tmp_path):
+def test_every_kind_of_ticket_by_auto(name, words, running, tmp_path):
     changes, type, table = CASES[name]
     model = make(words, **changes)
-    told = export_gguf(save(tmp_path / "ticket", model, words), tmp_path / "a.gguf")
-    assert f"type {type}," in told
+    printed = export_gguf(save(tmp_path / "ticket", model, words), tmp_path / "a.gguf")
+    assert f"{type}, {TYPES[type].bits:.3g} bits per weight" in printed
     if type != "q2_0":  # which the package does not know
-        types = {name: kind for name, (kind, _) in read_file(tmp_path / "a.gguf").items()}
+        types = read_types(tmp_path / "a.gguf")
         assert {kind for name, kind in types.items() if name.startswith("blk") and "ffn_up.w" in name} == {
             type
         }
         assert types["token_embd.weight"] == table
         assert types.get("output.weight", table) == table
     ids = [0, *words(UNSEEN).input_ids]
-    theirs = Llama(tmp_path / "a.gguf").log_probabilities(ids, len(words))
+    theirs = running(tmp_path / "a.gguf").log_probabilities(ids, len(words))
     ours = expected_log_probabilities(model, ids)
     error = (theirs - ours).square().mean().sqrt() / ours.std()
-    # llama.cpp rounds what ternary matrices are multiplied by to 8 bits, and values of GELU to float16.
-    assert error < (1e-3 if type in FLOAT else 0.03)
+    # llama.cpp rounds what coded matrices are multiplied by to 8 bits, and values of GELU to float16.
+    assert error < max({"f32": 1e-3, "f16": 3e-3}.get(one, 0.03) for one in (type, table))
 
 
 @pytest.mark.parametrize("type", ["f16", "tq2_0", "tq1_0", "q2_0"])
-def test_perplexity_in_every_type(type, ticket, tmp_path):
+def test_perplexity_in_every_type(type, ticket, running, tmp_path):
     export_gguf(ticket, tmp_path / "a.gguf", type)
     model, words = SupermaskGPT2LMHeadModel.from_pretrained(ticket), AutoTokenizer.from_pretrained(ticket)
     ids = [0, *words(UNSEEN).input_ids]
-    theirs = Llama(tmp_path / "a.gguf").log_probabilities(ids, len(words))
+    theirs = running(tmp_path / "a.gguf").log_probabilities(ids, len(words))
     ours = expected_log_probabilities(model, ids)
     assert perplexity(theirs, ids) == pytest.approx(perplexity(ours, ids), rel=0.01)
 
 
 @pytest.mark.parametrize("type", ["f32", "f16", "tq2_0", "tq1_0"])
 def test_the_file_holds_the_weights_and_tells_what_was_rounded(type, ticket, tmp_path):
-    told = export_gguf(ticket, tmp_path / "a.gguf", type)
+    printed = export_gguf(ticket, tmp_path / "a.gguf", type)
     stock = SupermaskGPT2LMHeadModel.from_pretrained(ticket).merge_and_unload().state_dict()
     found, worst = read_file(tmp_path / "a.gguf"), 0.0
     for ours, theirs in {
@@ -212,17 +161,57 @@ def test_the_file_holds_the_weights_and_tells_what_was_rounded(type, ticket, tmp
         worst = max(worst, np.abs(rows - weight).max() / np.abs(weight).max())
     assert np.array_equal(found["position_embd.weight"][1], stock["transformer.wpe.weight"].numpy())
     assert worst <= MOST_ROUNDING
-    assert ("rounded: nothing" in told) == (worst == 0)
+    assert ("rounded: nothing" in printed) == (worst == 0)
     assert (type == "f32") == (worst == 0)
     if worst:
-        assert f"by {100 * worst:.2g} %" in told
+        assert f"by {100 * worst:.2g} %" in printed
 
 
 def test_a_constant_that_float16_holds_is_not_rounded(words, tmp_path):
     model = make(words, **EXACT)
-    told = export_gguf(save(tmp_path / "ticket", model, words), tmp_path / "a.gguf")
-    assert "type tq1_0" in told
-    assert "rounded: nothing" in told
+    printed = export_gguf(save(tmp_path / "ticket", model, words), tmp_path / "a.gguf")
+    assert "tq1_0, " in printed
+    assert "rounded: nothing" in printed
+
+
+def dequantize_slowly(data: bytes, type: str) -> list[float]:
+    """Weights of a matrix, one after the other, as llama.cpp's documentation has them."""
+    kind, weights = TYPES[type], []
+    for start in range(0, len(data), kind.bytes):
+        scale = float(np.frombuffer(data[start : start + 2], "<f2")[0])
+        codes = data[start + 2 : start + kind.bytes]
+        for place in range(kind.block):
+            if type == "q1_0":
+                code = 2 * (codes[place // 8] >> (place % 8) & 1) - 1
+            elif type == "q2_0":
+                code = (codes[place // 4] >> 2 * (place % 4) & 3) - 1
+            else:
+                code = (codes[place % 16] >> 4 * (place // 16) & 15) - 8
+            weights.append(code * scale)
+    return weights
+
+
+@pytest.mark.parametrize("type", ["q1_0", "q2_0", "q4_0"])
+def test_our_own_packers(type):
+    generator = np.random.default_rng(0)
+    signs = generator.choice([-1, 1] if type == "q1_0" else [-1, 0, 1], (6, 256))
+    rows = (signs * generator.choice([2.0**-10, 0.75, 3.0, 0.0], (6, 1))).astype(np.float32)
+    assert dequantize_slowly(pack(rows, type).tobytes(), type) == rows.ravel().tolist()
+
+
+def test_every_matrix_gets_the_type_that_fits_its_rows(words, running, tmp_path):
+    """Rows of 144 fill no block, rows of 576 do; the same of 128 and 512."""
+    model = make(words, n_embd=144)
+    printed = export_gguf(save(tmp_path / "a", model, words), tmp_path / "a.gguf")
+    assert "q2_0, 2.25 bits per weight: 2 matrices with rows of 576" in printed
+    assert "f16, 16 bits per weight: 7 matrices with rows of 144, which fill no block" in printed
+    printed = export_gguf(save(tmp_path / "b", make(words, n_embd=128), words), tmp_path / "b.gguf", "tq2_0")
+    assert "tq2_0, 2.06 bits per weight: 2 matrices with rows of 512" in printed
+    assert "q2_0, 2.25 bits per weight: 7 matrices with rows of 128" in printed
+    ids = [0, *words(UNSEEN).input_ids]
+    theirs = running(tmp_path / "a.gguf").log_probabilities(ids, len(words))
+    ours = expected_log_probabilities(model, ids)
+    assert (theirs - ours).square().mean().sqrt() / ours.std() < 0.03
 
 
 @pytest.mark.skipif(
@@ -244,24 +233,11 @@ def test_transformers_reads_the_file(type, ticket, tmp_path):
 
 # -- the tokenizer -----------------------------------------------------------------------------------------
 
-ODD = [
-    "", " ", "  ", "\n", "\r\n\t ", "a  b   c ", " leading", "trailing  ", "it's they'll I've I'm he'd CAN'T",
-    "x'S 'tis ''s", "3.14159 1,000,000 ²³ ½ ١٢٣ 一二三", "déjà vu, naïve, Ångström", "ﬁ ﬂ", "ß",
-    "Привет, мир", "שלום", "नमस्ते", "日本語のテキスト", "한국어", "🙂🙃 👩\u200d👩\u200d👧 🏳️\u200d🌈",
-    "\u200b\u200d\ufeff", "\u00a0\u2003\u3000", "a\u0301\u0302", "\x00\x01\x7f",
-    "<|endoftext|>", "a<|endoftext|>b <|endoftext|>", "<|endof", "||###$$%%",
-    "def f(x):\n    return x ** 2  # comment\n", "\ud7ff\ue000\uffff", "\U0001d49c\U0001d4c1", "a" * 300,
-    " " * 70 + "x",
-]  # fmt: skip
 
-
-def test_the_tokenizer_in_the_file_is_the_ticket_s(ticket, tmp_path):
+def test_the_tokenizer_in_the_file_is_the_ticket_s(ticket, running, tmp_path):
     export_gguf(ticket, tmp_path / "a.gguf", "tq1_0")
-    there, words = Llama(tmp_path / "a.gguf"), AutoTokenizer.from_pretrained(ticket)
-    generator = np.random.default_rng(0)
-    letters = [*"".join(ODD), *"ab'S 1\n"]
-    mixed = ["".join(generator.choice(letters, 20)) for _ in range(300)]
-    for text in [*ODD, *mixed]:
+    there, words = running(tmp_path / "a.gguf"), AutoTokenizer.from_pretrained(ticket)
+    for text in odd_texts(300):
         assert there.ask("tokenize", content=text)["tokens"] == words(text, verbose=False).input_ids, text
 
 
@@ -300,8 +276,13 @@ def test_what_is_no_language_model_is_refused(kind, words, tmp_path):
     ("changes", "type", "named"),
     [
         ({"law": "normal"}, "tq2_0", "f32"),
-        ({"n_embd": 128}, "tq1_0", "rows of 256 weights, not 128, 512; use q2_0"),
-        ({"n_embd": 32}, "q2_0", "rows of 64 weights, not 32, 128; use f16"),
+        (
+            {"n_embd": 128, "n_inner": 128},
+            "tq1_0",
+            "rows of 128 weights, which fill no block of 256; use q2_0",
+        ),
+        ({"n_embd": 32, "n_inner": 32}, "q2_0", "rows of 32 weights, which fill no block of 64; use q4_0"),
+        ({}, "q1_0", "has zeros; use tq1_0"),
         ({"initializer_range": 1e-9}, "tq2_0", "float16"),
         ({"initializer_range": 1e9}, "f16", "float16"),
     ],
@@ -327,6 +308,12 @@ def bpe(**options) -> models.BPE:
     return models.BPE(places, [("a", "b")], **options)
 
 
+def splitting(pattern: str, behavior: str = "isolated") -> pre_tokenizers.Sequence:
+    """Split by a pattern, as Llama 3 and Qwen do."""
+    plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), behavior), plain])
+
+
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)
 BAD_TOKENIZERS = {
     "WordLevel": lambda: tokenizer_of(models.WordLevel({"a": 0}, unk_token="a"), BYTES),
@@ -338,6 +325,8 @@ BAD_TOKENIZERS = {
     ),
     "normalizer": lambda: tokenizer_of(bpe(), BYTES, normalizer=normalizers.NFC()),
     "ignore_merges": lambda: tokenizer_of(bpe(ignore_merges=True), BYTES),
+    "splits by": lambda: tokenizer_of(bpe(), splitting("[a-z]+")),
+    "behavior": lambda: tokenizer_of(bpe(), splitting(QWEN, "removed")),
     "without merges": lambda: tokenizer_of(models.BPE({"a": 0}, []), BYTES),
     "end-of-text": lambda: tokenizer_of(bpe(), BYTES, None),
 }
@@ -351,14 +340,14 @@ def test_tokenizers_of_another_kind_are_refused(named, ticket, tmp_path):
     assert not (tmp_path / "a.gguf").exists()
 
 
-def test_a_tokenizer_that_is_too_large_is_refused_and_a_small_one_is_filled_up(ticket, tmp_path):
+def test_a_tokenizer_that_is_too_large_is_refused_and_a_small_one_is_filled_up(ticket, running, tmp_path):
     train_tokenizer([TEXT], 310, 128).save_pretrained(tmp_path / "large")
     with pytest.raises(SLTError, match="310 tokens, the model 300"):
         export_gguf(ticket, tmp_path / "a.gguf", tokenizer=str(tmp_path / "large"))
     small = train_tokenizer([TEXT], 290, 128)
     small.save_pretrained(tmp_path / "small")
     export_gguf(ticket, tmp_path / "a.gguf", tokenizer=str(tmp_path / "small"))
-    assert Llama(tmp_path / "a.gguf").ask("tokenize", content=UNSEEN)["tokens"] == small(UNSEEN).input_ids
+    assert running(tmp_path / "a.gguf").ask("tokenize", content=UNSEEN)["tokens"] == small(UNSEEN).input_ids
 
 
 # -- the command ---------------------------------------------------------------------------------------------
@@ -369,7 +358,7 @@ def test_the_command_says_what_it_chose(capsys, ticket, tmp_path):
     out, _ = capsys.readouterr()
     size = (tmp_path / "a.gguf").stat().st_size
     assert f"{size:,} bytes" in out
-    assert "type tq1_0, 1.69 bits" in out
+    assert "tq1_0, 1.69 bits" in out
     assert main(["export", str(ticket), str(tmp_path / "b.gguf"), "--type", "f16"]) == 0
     assert (tmp_path / "b.gguf").stat().st_size > 5 * size
 
@@ -388,7 +377,7 @@ def test_what_goes_wrong_is_one_line_and_leaves_nothing(fault, capsys, ticket, w
     (tmp_path / "place").mkdir()
     out, source, more = tmp_path / "place" / "a.gguf", ticket, []
     if fault == "type":
-        more = ["--type", "q4_0"]
+        more = ["--type", "q5_0"]
     elif fault == "folder":
         out = tmp_path / "place"
     elif fault == "below a file":
@@ -422,12 +411,80 @@ def test_a_write_that_fails_leaves_the_file_that_was_there(ticket, tmp_path, mon
     assert (tmp_path / "a.gguf").read_text() == "before"
 
 
-def test_without_the_package_the_cure_is_named(ticket, tmp_path, monkeypatch):
+def test_without_the_package_the_cure_is_named_at_once(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(SLTError, match=r"pip install 'hf_slt\[llama\]'"):
-        export_gguf(ticket, tmp_path / "a.gguf")
+    with pytest.raises(SLTError, match=r"the package gguf is not installed; pip install .*\[llama\]"):
+        export_gguf(tmp_path / "no ticket is read", tmp_path / "a.gguf")
+
+
+# -- a server that hangs -----------------------------------------------------------------------------------
+
+FAKE = """
+import http.server, json, threading, time
+
+class CommonParams:
+    def __init__(self):
+        self.model = self.cpuparams = self.cpuparams_batch = type("Options", (), {})()
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_POST(self):
+        question = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        time.sleep(question.get("sleep", 0))
+        self.send_response(200)
+        self.end_headers()
+        tokens = question.get("n_predict", 0)
+        self.wfile.write(json.dumps({"tokens_predicted": tokens, "tokens": [1] * tokens}).encode())
+
+    def log_message(self, *words):
+        pass
+
+class Server:
+    def __init__(self, options):
+        if "never" in options.model.path:
+            time.sleep(1000)
+        print("noise")
+        self.server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+        self.listening_address = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def __del__(self):
+        time.sleep(1000)
+"""
+
+
+@pytest.fixture
+def hanging(tmp_path, monkeypatch):
+    """In other processes, llama.cpp is one whose destructor never ends."""
+    (tmp_path / "xllamacpp.py").write_text(FAKE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+def test_a_destructor_that_never_ends_is_not_waited_for(hanging):
+    with LlamaServer("a.gguf", n_ctx=64) as server:
+        assert server.ask("completion", n_predict=2)["tokens"] == [1, 1]
+        started = time.monotonic()
+    assert time.monotonic() - started < 30
+    assert server.process.returncode is not None
+    words = [sys.executable, RECIPES / "llama_generate.py", "a.gguf", "--new", "4", "--repeats", "1"]
+    assert "tokens_per_second" in subprocess.check_output(words, text=True, timeout=60)
+
+
+def test_a_server_that_does_not_answer_in_time_is_killed(hanging):
+    server = LlamaServer("a.gguf", seconds=20, n_ctx=64)
+    server.seconds = 1
+    with pytest.raises(TimeoutError, match=r"a\.gguf: llama\.cpp did not answer within 1 seconds"):
+        server.ask("completion", sleep=1000)
+    assert server.process.returncode is not None
+    with pytest.raises(TimeoutError, match=r"never\.gguf"):
+        LlamaServer("never.gguf", seconds=1, n_ctx=64)
+
+
+def test_a_file_that_llama_cpp_cannot_read_is_an_error(tmp_path):
+    (tmp_path / "a.gguf").write_text("not GGUF")
+    with pytest.raises(RuntimeError, match=r"a\.gguf: llama\.cpp ended with code"):
+        LlamaServer(tmp_path / "a.gguf", n_ctx=64)
 
 
 def test_types_are_those_of_llama_cpp():
     for name, type in TYPES.items():
-        assert llama.ggml_type[f"GGML_TYPE_{name.upper()}"].value == type.number
+        assert xllamacpp.ggml_type[f"GGML_TYPE_{name.upper()}"].value == type.number

@@ -1,13 +1,17 @@
 """The page of a ticket: its engine in Node against transformers and tokenizers; what is refused."""
 
+import base64
 import hashlib
 import json
 import random
+import re
 import shutil
 import subprocess
+import tracemalloc
 import unicodedata
 from pathlib import Path
 
+import attack
 import numpy as np
 import pytest
 import torch
@@ -16,11 +20,13 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from hf_slt.cli import main
-from hf_slt.model.random_weights import words_of
-from hf_slt.model.ticket import read_header
+from hf_slt.runtimes.llama_cpp import export_gguf
 from hf_slt.runtimes.page import ACTIVATIONS, SLTError, make_page, write_page
-from hf_slt.sharing.saving import rewrite_ticket
 from hf_slt.text.blocks import train_tokenizer
+from hf_slt.tickets.coded_files import deflate
+from hf_slt.tickets.format import read_header, sha256
+from hf_slt.tickets.writing import rewrite_ticket
+from hf_slt.weights.random_weights import words_of
 
 DATA = Path(__file__).parents[1] / "data"
 VOCABULARY = 400
@@ -48,6 +54,21 @@ MORE = {
     "global-gelu": {"rule": "global", "activation_function": "gelu", "scale_attn_by_inverse_layer_idx": True},
     "threshold-silu": {"rule": "threshold", "density": None, "activation_function": "silu"},
     "bernoulli": {"rule": "bernoulli", "density": None, "scale_attn_weights": False},
+    "trellis-row_scales": {
+        "rule": "trellis",
+        "density": None,
+        "states": 64,
+        "scales": "row",
+        "scale_bits": 8,
+    },
+    "trellis-one_bit-xavier": {
+        "rule": "trellis",
+        "density": None,
+        "mask_bits": 1,
+        "states": 32,
+        "law": "xavier_uniform",
+        "tie_word_embeddings": False,
+    },
     "trained-8bit": {"embedding": "trained", "embedding_bits": 8, "n_layer": 1, "n_embd": 33, "n_head": 3},
 }
 ALL = {name: {**changes, "vocab_size": VOCABULARY} for name, changes in (CASES | MORE).items()}
@@ -124,6 +145,50 @@ def test_tickets_of_version_1(tokenizer, tmp_path, encoding):
     ids = SEQUENCES % model.config.vocab_size
     found = node(write_page(folder, tmp_path / "old.html"), "ticket", ids=ids.tolist())
     assert np.abs(np.array(found["logits"]) - logits_of(model, ids).numpy()).max() < 1e-4
+
+
+@pytest.mark.parametrize("case", ["sign", "signed-row_scales-head_bias"])
+def test_tickets_of_version_2(shelf, tmp_path, case):
+    folder = Path(shutil.copytree(shelf(case), tmp_path / "old"))
+    files = {name: (folder / name).read_bytes() for name in (attack.CONFIG, attack.MASKS)}
+    attack.make_version_2(files)
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    found = node(write_page(folder, tmp_path / "old.html"), "ticket", ids=SEQUENCES.tolist())
+    expected = logits_of(AutoModelForCausalLM.from_pretrained(shelf(case)), SEQUENCES)
+    assert np.abs(np.array(found["logits"]) - expected.numpy()).max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("version", "flat", "fault"),
+    [
+        (4, False, "format version 4"),
+        ("3", False, "format version 3"),
+        (2, False, "version 2 has not"),
+        (3, True, "version 3 has not"),
+    ],
+)
+def test_another_version_is_refused(shelf, page, tmp_path, version, flat, fault):
+    text = page("normal", "packed").read_text()
+    table, facts, tensors = attack.take_apart((shelf("normal") / attack.MASKS).read_bytes())
+    facts["format_version"] = version
+    if flat:
+        facts["config"] |= facts["config"].pop("supermask")
+    data = base64.b64encode(attack.put_together(table, facts, tensors)).decode()
+    altered = re.sub(r'(id="ticket">)[^<]*', lambda match: match[1] + data, text)
+    (tmp_path / "altered.html").write_text(altered)
+    found = node(tmp_path / "altered.html", "ticket", ids=[])
+    assert fault in found["faults"][0]
+
+
+def test_a_label_that_is_called_seed_is_not_the_seed(tokenizer, tmp_path):
+    model = make(
+        "ticket", vocab_size=VOCABULARY, id2label={0: "seed", 1: "law"}, label2id={"seed": 0, "law": 1}
+    )
+    model.save_ticket(tmp_path / "ticket")
+    tokenizer.save_pretrained(tmp_path / "ticket")
+    found = node(write_page(tmp_path / "ticket", tmp_path / "a.html"), "ticket", ids=[])
+    assert found["faults"] == []
 
 
 def test_words_are_those_of_the_generator(page):
@@ -274,7 +339,7 @@ def test_a_page_is_one_small_file_that_fetches_nothing(tmp_path):
     make("scores", vocab_size=2048).save_ticket(tmp_path / "ticket")
     tokenizer.save_pretrained(tmp_path / "ticket")
     text, size = make_page(tmp_path / "ticket"), (tmp_path / "ticket" / "mask.safetensors").stat().st_size
-    assert len(text.encode()) - 4 * -(-size // 3) < 60_000
+    assert len(text.encode()) - 4 * -(-size // 3) < 66_000
     assert "default-src 'none'" in text  # the browser itself refuses what would be fetched
     assert "{{" not in text
 
@@ -366,3 +431,73 @@ def test_the_command_prints_where_the_page_is(capsys, shelf, tmp_path):
     assert main(["page", str(shelf("normal")), str(tmp_path / "new" / "page.html"), "--prompt", "Once"]) == 0
     assert str(tmp_path / "new" / "page.html") in capsys.readouterr().out
     assert '"prompt": "Once"' in (tmp_path / "new" / "page.html").read_text()
+
+
+# -- files from strangers ----------------------------------------------------------------------------------
+
+
+def test_the_engine_compares_configuration_and_tensors(shelf, page):
+    """With digests that are true: a page does not compute with what is left over or missing."""
+    data = (shelf("normal") / "mask.safetensors").read_bytes()
+    tickets = [data, data.replace(b'"format":"pt"', b'"format":"pu"')]
+    changes = [
+        {"n_layer": 1},
+        {"n_layer": 3},
+        {"n_embd": 64},
+        {"n_inner": 5},
+        {"n_positions": 65},
+        {"vocab_size": 399},
+    ]
+    changes += [{"n_qk": 3}, {"tie_word_embeddings": False}, {"layer_norm": "trained"}, {"scales": "row"}]
+    changes += [{"head_bias": True}, {"factors": [0.0, 1.0, 2.0]}]
+    for change in changes:
+        table, facts, tensors = attack.take_apart(data)
+        for key, value in change.items():
+            attack.home(facts["config"], key)[key] = value
+        tickets.append(attack.put_together(table, facts, tensors))
+    coded = (shelf("normal", "entropy") / "mask.safetensors").read_bytes()
+    table, _, tensors = attack.take_apart(coded)
+    long = '{"a": "' + "x" * 5_000_000 + '"}'  # which a few kilobytes stand for
+    table["__metadata__"] |= {"hf_slt": deflate(long), "hf_slt_sha256": sha256(long)}
+    tickets.append(attack.with_table(json.dumps(table), tensors))
+    faults = node(page(), "open", tickets=[base64.b64encode(one).decode() for one in tickets])
+    assert faults[0] == []
+    assert all(faults[1:]), [change for change, found in zip(changes, faults[2:], strict=False) if not found]
+    assert "not those that hf_slt writes" in faults[1][0]
+    assert "longer than" in faults[-1][0]
+
+
+def with_tokenizer(shelf, folder, change) -> Path:
+    shutil.copytree(shelf("normal"), folder)
+    facts = json.loads((folder / "tokenizer.json").read_text())
+    change(facts)
+    (folder / "tokenizer.json").write_text(json.dumps(facts))
+    return folder
+
+
+def test_a_token_of_a_huge_or_taken_id_and_unknown_letters_are_refused(shelf, tmp_path):
+    def forget(facts):
+        facts["model"] |= {"unk_token": "<|endoftext|>"}
+        facts["model"]["vocab"].pop("Q")
+
+    huge = with_tokenizer(
+        shelf, tmp_path / "huge", lambda facts: facts["model"]["vocab"].update(zzz=60_000_000)
+    )
+    tracemalloc.start()
+    for use in (make_page, lambda folder: export_gguf(folder, tmp_path / "x.gguf")):
+        with pytest.raises(SLTError, match="60000001 tokens, the model"):
+            use(huge)
+    assert tracemalloc.get_traced_memory()[1] < 20e6
+    tracemalloc.stop()
+    facts = json.loads((huge / "tokenizer.json").read_text())
+    facts["model"]["vocab"]["zzz"] = 2**32 - 1  # tokenizers counts up to it when it writes itself: minutes
+    (huge / "tokenizer.json").write_text(json.dumps(facts))
+    for use in (make_page, lambda folder: export_gguf(folder, tmp_path / "x.gguf")):
+        with pytest.raises(SLTError, match="4294967296 tokens, the model"):
+            use(huge)
+    with pytest.raises(SLTError, match="two tokens of id 270"):
+        make_page(
+            with_tokenizer(shelf, tmp_path / "taken", lambda facts: facts["model"]["vocab"].update(zzz=270))
+        )
+    with pytest.raises(SLTError, match="unk_token"):
+        make_page(with_tokenizer(shelf, tmp_path / "unknown", forget))

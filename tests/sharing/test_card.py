@@ -13,19 +13,24 @@ from cases import CASES, make, tiny_config
 from huggingface_hub import ModelCard
 
 from hf_slt import SupermaskGPT2ForSequenceClassification, TicketError, verify_ticket
+from hf_slt.about import install_command
 from hf_slt.sharing.card import (
     EMBEDDED,
     describe_environment,
     describe_text,
     gap_closed,
+    kind_of_ticket,
     link_page,
     measure_size,
     rename_card,
+    resize_card,
     value_bytes,
     write_card,
 )
+from hf_slt.sharing.hub import REMOTE_FILE, _remove_foreign_code
 from hf_slt.sharing.plots import plot_masks
 from hf_slt.text.blocks import train_tokenizer
+from hf_slt.tickets.writing import rewrite_ticket
 
 pytest.importorskip("jinja2")
 TEMPLATE = Path(__file__).parents[2] / "model_cards" / "template.md"
@@ -174,11 +179,16 @@ def test_numbers_are_those_of_the_ticket(case, tmp_path):
     header = verify_ticket(folder)
 
     facts = {row[0]: row[1] for row in table(card, "|\n|---|---|\n| seed")}
-    assert int(facts["seed"]) == header.config["seed"]
-    assert float(facts["density asked"]) == header.config["density"]
-    assert facts["mask digest"] == header.mask_digest
-    assert facts["weight generator"] == header.config["weight_generator"]
+    density = header.options["rule_options"]["density"]
+    assert int(facts["seed"]) == header.options["seed"] == 7
+    assert float(facts["density asked"]) == density == 0.5
+    assert (facts["mask digest"], facts["ticket digest"]) == (header.mask_digest, header.digest)
+    assert facts["weight generator"] == header.options["weight_generator"]
+    assert facts["mask rule"] == "edge_popup"
     assert int(facts["width"]) == model.config.n_embd
+    assert facts["embeddings"] == model.config.embedding
+    assert facts["LayerNorm"] == str(model.config.layer_norm)
+    assert facts.get("their rank") == (model.config.embedding_rank and str(model.config.embedding_rank))
 
     rows = {row[0]: row[1:] for row in table(card, "tensor | shape")}
     assert list(rows) == list(header.tensors)
@@ -193,18 +203,64 @@ def test_numbers_are_those_of_the_ticket(case, tmp_path):
         assert size == entry.size
         assert count == (masks[name].sum() if name in masks else size)
         assert float(density) == pytest.approx(count / size, rel=1e-5)
-        assert asked == (str(header.config["density"]) if name in masks else "")
+        assert asked == (str(density) if name in masks else "")
 
-    parts = [number(row[1]) for row in table(card, "part | bytes")]
+    rows = table(card, "part | weights | bytes")
+    weights_of = {row[0].split(" (")[0]: number(row[1].strip("*") or "0") for row in rows}
+    parts = [number(row[2].strip("*")) for row in rows if not row[0].startswith("frozen")]
+    for part, kind in {"masks": "masked", "trained values": "trained"}.items():
+        assert weights_of[part] == sum(one.size for one in header.tensors.values() if one.kind == kind)
     assert parts[3] == sum(parts[:3]) == (folder / "mask.safetensors").stat().st_size
     assert parts[0] == sum(-(-mask.size // 8) for mask in masks.values())
     trained = [entry for entry in header.tensors.values() if entry.kind == "trained"]
-    bits = header.config.get("embedding_bits", 32)  # and two bytes a row for its scale, if it has one
+    bits = header.options["embedding_bits"]  # and two bytes a row for its scale, if it has one
     by_hand = [entry.size * bits // 8 + (0 if bits == 32 else 2 * entry.shape[0]) for entry in trained]
     assert parts[1] == sum(by_hand) == sum(map(value_bytes, trained))
     weights = sum(entry.size for entry in header.tensors.values())
     assert f"{8 * parts[3] / weights:.3f} bits per weight" in card
     assert ("except" in card.split("##")[0]) == (CASES[case].get("embedding") == "trained")
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [
+        ({}, "strict ticket (the mask keeps or drops drawn weights)"),
+        ({"law": "signed_constant"}, "strict ticket (the mask keeps or drops drawn weights)"),
+        (
+            {"rule": "trellis", "density": None, "states": 64},
+            "strict ticket (every weight is one of 64 drawn numbers)",
+        ),
+        ({"rule": "multicoat", "density": None}, "signs drawn (the mask multiplies drawn weights)"),
+        ({"rule": "signed", "law": "signed_constant"}, "ternary (sign learned; the seed carries nothing)"),
+        (
+            {"rule": "sign", "law": "signed_constant", "density": None},
+            "binary (sign learned; the seed carries nothing)",
+        ),
+        (
+            {"rule": "multibit", "law": "signed_constant", "density": None},
+            "4 levels (sign learned; the seed carries nothing)",
+        ),
+        ({"rule": "signed"}, "sign learned (magnitudes are drawn)"),
+        ({"rule": "signed", "law": "signed_constant", "search": 0.5}, "sign learned (magnitudes are drawn)"),
+    ],
+    ids=str,
+)
+def test_a_card_says_whether_the_mask_chooses_or_sets_signs(changes, kind, tmp_path):
+    save_ticket(tmp_path / "ticket", **changes)
+    header = verify_ticket(tmp_path / "ticket")
+    assert kind_of_ticket(header) == kind
+    assert header.is_strict == kind.startswith("strict ticket")
+    card = write_card(tmp_path / "ticket", TEMPLATE).read_text()
+    assert f"| kind | {kind} |" in card
+    assert ("strong-lottery-ticket" in ModelCard(card).data.tags) == kind.startswith("strict")
+    assert ("never trained" in card) == kind.startswith("strict")
+    assert ("the seed carries nothing." in card.split("##")[0]) == ("nothing" in kind)
+
+
+def test_a_card_says_how_tools_load_a_ticket_that_do_not_import_hf_slt(ticket):
+    card = write_card(ticket, TEMPLATE).read_text()
+    assert "trust_remote_code=True" in card
+    assert f"The package hf_slt is needed: {install_command()}." in card
 
 
 def test_sizes_of_a_ticket_under_the_usual_name(tmp_path):
@@ -281,6 +337,25 @@ model = AutoModelForCausalLM.from_pretrained("gpt2", dtype="auto")
     assert rename_card(added, "me/ticket") == added
 
 
+@pytest.mark.parametrize("before", ["packed", "entropy", "model.safetensors"])
+def test_a_resized_card_is_the_one_that_would_be_written_now(before, tmp_path):
+    model = make().to_ticket()
+    if before == "model.safetensors":
+        model.save_pretrained(tmp_path / "ticket")
+    else:
+        model.save_ticket(tmp_path / "ticket", encoding=before)
+    old = write_card(tmp_path / "ticket", TEMPLATE, records=RECORDS, training=TRAINING).read_text()
+    after = "packed" if before == "entropy" else "entropy"
+    header = rewrite_ticket(tmp_path / "ticket", tmp_path / "new" / "ticket", encoding=after)
+    resize_card(tmp_path / "new" / "ticket", header)
+    resized = (tmp_path / "new" / "ticket" / "README.md").read_text()
+    assert resized != old
+    assert (
+        resized
+        == write_card(tmp_path / "new" / "ticket", TEMPLATE, records=RECORDS, training=TRAINING).read_text()
+    )
+
+
 def test_a_card_links_the_page_once(ticket):
     ours = write_card(ticket, TEMPLATE, name="gpt2").read_text()
     linked = link_page(ours)
@@ -292,7 +367,6 @@ def test_a_card_links_the_page_once(ticket):
 
 
 def test_figures_are_shown_if_they_are_there(ticket, tmp_path):
-    pytest.importorskip("matplotlib")
     plot_masks({"wte": np.eye(16, dtype=bool)}, ticket / "masks.png")
     card = write_card(ticket, TEMPLATE).read_text()
     assert re.findall(r"!\[.*?\]\((.*?)\)", card) == ["masks.png"]
@@ -318,3 +392,24 @@ def test_a_card_does_not_disturb_the_ticket(ticket):
     write_card(ticket, TEMPLATE)
     assert {path.name for path in ticket.iterdir()} == files
     verify_ticket(ticket)
+
+
+def test_values_of_a_stranger_are_shown_without_markup(tmp_path):
+    """config.json is not checked against a model here: only the files of the ticket are."""
+    make("ticket").save_ticket(tmp_path / "ticket")
+    header = verify_ticket(tmp_path / "ticket")
+    path = tmp_path / "ticket" / "config.json"
+    path.write_text(path.read_text().replace('"n_layer": 2', '"n_layer": "![x](http://x)<b>"'))
+    text = write_card(tmp_path / "ticket", TEMPLATE, header=header).read_text()
+    assert "--x--http---x--b-" in text
+    assert not {"![x]", "<b>"} & {*re.findall(r"!\[x\]|<b>", text)}
+
+
+def test_only_the_import_of_hf_slt_is_pushed(tmp_path):
+    make("ticket").save_ticket(tmp_path)
+    path = tmp_path / REMOTE_FILE
+    _remove_foreign_code(path)
+    assert path.exists()
+    path.write_text(path.read_text() + "import os\n")
+    _remove_foreign_code(path)
+    assert not path.exists()

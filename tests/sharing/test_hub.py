@@ -20,18 +20,17 @@ from cases import tiny_config, train_a_little
 from loopback_hub import LoopbackHub
 
 from hf_slt import SupermaskGPT2LMHeadModel
-from hf_slt.model.ticket import read_header
 from hf_slt.sharing.card import write_card
 from hf_slt.text.blocks import train_tokenizer
+from hf_slt.tickets.format import read_header
 
 pytest.importorskip("jinja2")  # for the card
 ROOT = Path(__file__).parents[2]
 SLT = Path(sys.executable).with_name("slt")
 IDS = torch.arange(12).view(1, 12)
-CODE = {path.name for path in (ROOT / "hf_slt" / "model").glob("*.py")} - {"__init__.py"}
-TICKET = CODE | set(
+TICKET = set(
     "mask.safetensors model.safetensors.index.json config.json generation_config.json README.md "
-    "tokenizer.json tokenizer_config.json masks.png".split()
+    "tokenizer.json tokenizer_config.json masks.png load_with_hf_slt.py".split()
 )
 
 README = (ROOT / "README.md").read_text()
@@ -182,7 +181,7 @@ SupermaskGPT2LMHeadModel.from_pretrained("runs/scores").push_to_hub("me/training
 """
 
 
-@pytest.fixture(scope="module", params=["lfs", "xet"])
+@pytest.fixture(scope="module", params=["lfs", pytest.param("xet", marks=pytest.mark.exhaustive)])
 def shared(request, local, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     with LoopbackHub(folder) as hub:
@@ -245,6 +244,36 @@ def test_the_card_names_the_ticket_on_the_hub(shared, local):
         assert str(local.runs) not in card
 
 
+def bytes_in_card(card: str) -> set[int]:
+    found = re.findall(r"^([\d,]+) bytes for|^\| \*\*file\*\* .*\*\*([\d,]+)\*\* \|$", card, re.MULTILINE)
+    return {int("".join(one).replace(",", "")) for one in found}
+
+
+def test_the_card_has_the_bytes_of_the_file_that_was_uploaded(shared):
+    """Whether it was pushed as it is, or in another encoding than in the author's folder."""
+    for name in ("me/ticket", "me/small", "me/private", "me/poems"):
+        files = shared.hub.files(name)
+        card = files["README.md"].data.decode()
+        assert bytes_in_card(card) == {files["mask.safetensors"].size}
+        assert ("masks (entropy)" in card) == (name == "me/small")
+
+
+def test_a_ticket_is_pushed_in_the_encoding_that_it_was_loaded_in(hub, author):
+    """By a model, without a word about encodings: `slt pack` in place has shortened it."""
+    shutil.copytree(author.home / "runs" / "ticket", author.home / "short")
+    packed = (author.home / "short" / "mask.safetensors").stat().st_size
+    author.slt("pack", "short", "--encoding", "entropy")
+    size = (author.home / "short" / "mask.safetensors").stat().st_size
+    assert size < packed
+    assert bytes_in_card((author.home / "short" / "README.md").read_text()) == {size}
+    author.python(
+        "from hf_slt import *; SupermaskGPT2LMHeadModel.from_pretrained('short').push_to_hub('me/short')"
+    )
+    files = hub.files("me/short")
+    assert files["mask.safetensors"].size == size
+    assert bytes_in_card(files["README.md"].data.decode()) == {size}
+
+
 def test_the_same_push_again_uploads_nothing(shared):
     hub, before = shared.hub, {name: dict(repo.commits) for name, repo in shared.hub.repos.items()}
     hub.requests.clear()
@@ -300,24 +329,35 @@ exec(card.split("```python")[1].split("```")[0])
 numpy.savez(sys.argv[1], **found)
 """
 STRANGER = f"""{LOOK}
-sys.modules["hf_slt"] = None  # import hf_slt fails, as where it is not installed
 options = dict(trust_remote_code=True)
+assert "hf_slt" not in sys.modules
 look("ticket", AutoModelForCausalLM.from_pretrained("me/ticket", **options))
 look("poems, revision", AutoModelForCausalLM.from_pretrained("me/ticket", revision="v2", **options))
+look("ticket, small", AutoModelForCausalLM.from_pretrained("me/small", **options))  # entropy-coded
 model = AutoModelForCausalLM.from_pretrained("me/ticket", **options)
-assert type(model).__module__.startswith("transformers_modules"), type(model)
+assert type(model).__module__ == "hf_slt.models.gpt2", type(model)
 tokenizer = AutoTokenizer.from_pretrained("me/ticket")
 print(tokenizer.decode(model.generate(**tokenizer("The", return_tensors="pt"), max_new_tokens=3)[0]))
-for act in (
-    lambda: model.push_to_hub("me/again"),
-    lambda: model.load_mask("me/poems", "poems"),
-    lambda: AutoModelForCausalLM.from_pretrained("me/small", **options),  # entropy-coded
-):
-    try:
-        act()
-    except ImportError as error:
-        print(error)
+model.load_mask("me/poems", "poems")
+with model.using_mask("poems"):
+    look("poems, load_mask", model)
 numpy.savez(sys.argv[1], **found)
+"""
+WITHOUT = """
+import sys
+
+class Missing:  # as where it is not installed
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "hf_slt":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Missing())
+from transformers import AutoModelForCausalLM
+for options in ({"trust_remote_code": True}, {"trust_remote_code": False}):
+    try:
+        AutoModelForCausalLM.from_pretrained("me/ticket", **options)
+    except (ImportError, ValueError) as error:
+        print(type(error).__name__, " ".join(str(error).split()))
 """
 
 
@@ -349,23 +389,32 @@ def test_pull_with_the_package(shared, local):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shared", ["lfs"], indirect=True)  # code does not come by Xet
-def test_pull_without_the_package(shared, local):
-    client = shared.visit("without")
+def test_pull_with_trust_remote_code(shared, local):
+    """By somebody who has the package but never imports it, as tools of others do."""
+    client = shared.visit("trusting")
     text = client.python(STRANGER, client.home / "found.npz")
-    check(local, client.home / "found.npz", 2)
+    check(local, client.home / "found.npz", 4)
     assert text.startswith("The")
-    assert text.count("pip install hf_slt") == 3
     # and later, when no Hub is there
     gone = {"HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://127.0.0.1:9"}
     again = client.python(STRANGER, client.home / "again.npz", **gone)
-    check(local, client.home / "again.npz", 2)
+    check(local, client.home / "again.npz", 4)
     assert again == text
+
+
+@pytest.mark.parametrize("shared", ["lfs"], indirect=True)
+def test_pull_without_the_package_says_what_to_install(shared):
+    trusted, untrusted = shared.visit("without").python(WITHOUT).splitlines()
+    assert trusted.startswith("ImportError")
+    assert "pip install hf_slt" in trusted
+    assert untrusted.startswith("ValueError")
+    assert "trust_remote_code=True" in untrusted
 
 
 def test_slt_reads_from_the_hub(shared, local):
     client = shared.visit("reader")
-    digest = read_header(local.runs / "ticket" / "mask.safetensors").mask_digest
-    assert digest in client.slt("verify", "me/ticket")
+    header = read_header(local.runs / "ticket" / "mask.safetensors")
+    assert header.digest in client.slt("verify", "me/ticket")
     commands = [
         ["verify", "me/small"],
         ["inspect", "me/small", "--json"],
@@ -375,7 +424,7 @@ def test_slt_reads_from_the_hub(shared, local):
     results = client.commands(*commands)
     assert [code for code, _, _ in results] == [0] * 4, results
     small, v2, same = (json.loads(out) for _, out, _ in results[1:])
-    assert (small["mask_digest"], small["encoding"]) == (digest, "entropy")
+    assert (small["mask_digest"], small["encoding"]) == (header.mask_digest, "entropy")
     assert v2["mask_digest"] == read_header(local.runs / "poems" / "mask.safetensors").mask_digest
     assert same["all"]["hamming"] == 0
     shared.hub.requests.clear()
@@ -484,7 +533,7 @@ def test_a_push_that_is_cut(hub, author):
         (code, _, said), unread = author.commands(push, reads)
         assert code == 1
         assert 0 < len(hub.cut) < 20
-        line = said.splitlines()[-1]  # the client may have told of its attempts
+        line = said.splitlines()[-1]  # the client may have printed of its attempts
         assert re.match(r"slt: .* The connection failed or was cut \(.*\); try again", line)
         assert bool(re.search(r"uploading '(mask\.safetensors|masks\.png)'", line)) == (place == "PUT")
         assert "Traceback" not in said

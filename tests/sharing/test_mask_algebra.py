@@ -5,10 +5,11 @@ import pytest
 from cases import save_tickets, tiny_config
 
 from hf_slt import SupermaskGPT2LMHeadModel, TicketError, combine_tickets, compare_tickets, verify_ticket
-from hf_slt.model.ticket import read_ticket
 from hf_slt.sharing.card import kept_of, write_card
-from hf_slt.sharing.mask_algebra import COMBINATIONS, compare_masks, rewrite_ticket, ticket_factors
-from hf_slt.sharing.verify import mask_path
+from hf_slt.sharing.mask_algebra import COMBINATIONS, compare_masks, ticket_factors
+from hf_slt.tickets.format import read_ticket
+from hf_slt.tickets.verify import mask_path
+from hf_slt.tickets.writing import rewrite_ticket
 
 NAIVE = {
     "intersection": lambda masks: masks.all(0),
@@ -63,7 +64,7 @@ def test_combined_as_by_numpy(shelf, tmp_path, how, names, encoding):
     base = SupermaskGPT2LMHeadModel.from_pretrained(shelf / "one")
     base.load_mask(tmp_path / "new", "new")
     base.set_mask("new")
-    assert base.config.density == header.config["density"] == 0.5  # what was asked for
+    assert base.config.density == header.options["rule_options"]["density"] == 0.5  # what was asked for
     assert all(np.array_equal(mask, found[name]) for name, mask in base.mask_arrays().items())
 
 

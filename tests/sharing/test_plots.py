@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 from hf_slt.sharing import plots
-from hf_slt.sharing.files import replacing
 from hf_slt.sharing.plots import choose_tensors, density_map, plot_comparison, plot_masks, plot_run, smooth
+from hf_slt.tickets.files import replacing
 
-pytest.importorskip("matplotlib")
 ROOT = Path(__file__).parents[2]
 PNG = b"\x89PNG\r\n\x1a\n"
 

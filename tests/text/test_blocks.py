@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import pickle
 import random
 import re
 import subprocess
@@ -18,23 +19,12 @@ from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
 
 from hf_slt.text import blocks as data
-from hf_slt.text.blocks import (
-    END_OF_TEXT,
-    BlockPacker,
-    DataArguments,
-    load_blocks,
-    load_tokenizer,
-    train_tokenizer,
-)
-from hf_slt.text.corpus import (
-    DataError,
-    Documents,
-    _prose,
-    digest_documents,
-    embedded_corpus,
-    read_files,
-    split_documents,
-)
+from hf_slt.text import tokenizer as tokenizers
+from hf_slt.text.blocks import DataArguments, StreamedBlocks, load_blocks, pack_beginning
+from hf_slt.text.corpus import DataError, _prose, digest_documents, embedded_corpus, iterate_texts, read_files
+from hf_slt.text.splits import halve_texts, split_texts
+from hf_slt.text.tokenizer import END_OF_TEXT, load_tokenizer, train_tokenizer
+from hf_slt.text.tokens import ArrowBlocks, Tokenise, tokenise_cached
 
 ROOT = Path(__file__).parents[2]
 
@@ -83,40 +73,55 @@ def naive_ids(documents: list[str], tokenizer, end_of_text: bool = True) -> list
 # ---------------------------------------------------------------------------- packing
 
 
+def texts_of(documents: list[str]) -> datasets.Dataset:
+    return datasets.Dataset.from_dict({"text": documents})
+
+
+def split(documents: list[str], *options) -> tuple[list[str], list[str], str]:
+    train, validation, how = split_texts(texts_of(documents), *options)
+    return list(train["text"]), list(validation["text"]), how
+
+
 @pytest.mark.parametrize("end_of_text", [True, False])
-@pytest.mark.parametrize("block_size", [2, 7, 32, 1000])
 @pytest.mark.parametrize("documents", [ASCII, UNICODE], ids=["ascii", "unicode"])
-def test_packing_is_concatenation_and_reshape(documents, block_size, end_of_text, tokenizer):
-    packer = BlockPacker(documents, tokenizer, block_size, end_of_text)
-    blocks = np.stack(list(packer))
+def test_packing_is_concatenation_and_reshape(documents, end_of_text, tokenizer, tmp_path):
+    texts, tokenise = texts_of(documents), Tokenise.by(tokenizer, end_of_text)
     ids = naive_ids(documents, tokenizer, end_of_text)
-    whole = len(ids) // block_size * block_size
-    assert blocks.ravel().tolist() == ids[:whole]
-    # In byte-level BPE a token is spelled with one character per byte: an exact count, found another way.
-    covered = [token for token in ids[:whole] if token != tokenizer.eos_token_id]
-    exact = sum(len(token) for token in tokenizer.convert_ids_to_tokens(covered))
-    assert packer.bytes == exact if documents is ASCII else abs(packer.bytes - exact) <= 3
+    rows, digest = tokenise_cached(texts, tokenise, tmp_path, 2, "text")  # two processes, two files
+    assert digest == digest_documents(documents)
+    assert len(list(tmp_path.glob("tokens-*.arrow"))) == 2
+    for block_size in (2, 7, 32, 1000):
+        blocks = ArrowBlocks(rows, block_size)
+        whole = len(ids) // block_size * block_size
+        assert np.asarray(blocks).ravel().tolist() == ids[:whole]
+        # In byte-level BPE a token is spelled with one character per byte: an exact count, found another way.
+        covered = [token for token in ids[:whole] if token != tokenizer.eos_token_id]
+        exact = sum(len(token) for token in tokenizer.convert_ids_to_tokens(covered))
+        found = blocks.bytes(texts, tokenise)
+        assert found == exact if documents is ASCII else abs(found - exact) <= 3
+        copied = pickle.loads(pickle.dumps(blocks))  # as a DataLoader's worker has it
+        assert np.array_equal(copied[[0, -1]], blocks[[0, -1]])
 
 
 def test_bytes_are_right_after_every_block(tokenizer):
-    packer = BlockPacker(ASCII, tokenizer, 5)
-    text = ""
-    for block in packer:
-        text += tokenizer.decode(block, skip_special_tokens=True)
-        assert packer.bytes == len(text.encode())
+    for count in range(1, 40):
+        blocks = pack_beginning(texts_of(ASCII), tokenizer, 5, count)
+        text = tokenizer.decode(np.asarray(blocks.array).ravel(), skip_special_tokens=True)
+        assert (len(blocks), blocks.bytes) == (count, len(text.encode()))
 
 
 def test_long_documents_are_tokenised_in_pieces_without_loss(tokenizer, monkeypatch):
-    monkeypatch.setattr(data, "PIECE", 50)
+    monkeypatch.setattr(tokenizers, "PIECE", 50)
     documents = ["".join(ASCII[:20]), "x" * 400, "short"]
-    packer = BlockPacker(documents, tokenizer, 1)
-    ids = np.concatenate(list(packer))
-    assert tokenizer.decode(ids) == END_OF_TEXT.join(documents) + END_OF_TEXT
-    assert packer.bytes == sum(len(text) for text in documents)
+    blocks = pack_beginning(texts_of(documents), tokenizer, 1, 10**6)
+    assert len(blocks.array.rows) > 10
+    assert tokenizer.decode(np.asarray(blocks.array).ravel()) == END_OF_TEXT.join(documents) + END_OF_TEXT
+    assert blocks.bytes == sum(len(text) for text in documents)
 
 
 def test_text_that_spells_end_of_text_does_not_end_a_document(tokenizer):
-    ids = np.concatenate(list(BlockPacker([f"a {END_OF_TEXT} b", "c"], tokenizer, 1)))
+    blocks = pack_beginning(texts_of([f"a {END_OF_TEXT} b", "c"]), tokenizer, 1, 10**6)
+    ids = np.asarray(blocks.array).ravel()
     assert (ids == tokenizer.eos_token_id).sum() == 2
     assert tokenizer.decode(ids) == f"a {END_OF_TEXT} b{END_OF_TEXT}c{END_OF_TEXT}"
 
@@ -192,6 +197,7 @@ def test_default_arguments_give_blocks_of_the_embedded_corpus(tmp_path):
     assert corpus.source == "embedded corpus"
     assert len(corpus.tokenizer) == 2048
     assert corpus.train.array.shape[1] == 128
+    assert corpus.train.array[0].base is not None  # a view of the mapped file, no copy
     assert corpus.train.array.size > 300_000
     share = corpus.validation.bytes / (corpus.validation.bytes + corpus.train.bytes)
     assert 0.02 < share < 0.08
@@ -210,29 +216,44 @@ def test_digest_knows_boundaries_and_order():
 
 def test_many_documents_split_by_hash():
     documents = make_documents(4000, ["a", "b", "c"])
-    train, validation, how = split_documents(documents, 0.05)
-    train, validation = list(train), list(validation)
+    train, validation, how = split(documents, 0.05)
     assert "hash" in how
     assert sorted(train + validation) == sorted(documents)
     assert 140 < len(validation) < 260  # 200 +- 4.4 deviations
     shuffled = random.Random(1).sample(documents, len(documents))
-    assert set(split_documents(shuffled, 0.05)[1]) == set(validation)  # not a matter of place
+    assert set(split(shuffled, 0.05)[1]) == set(validation)  # not a matter of place
 
 
 def test_few_documents_split_at_a_line_near_their_end():
     documents = ["".join(f"line {i}\n" for i in range(100)), "no line break at all " * 50]
-    train, validation, how = split_documents(documents, 0.05)
-    train, validation = list(train), list(validation)
+    train, validation, how = split(documents, 0.05)
     assert "2 documents" in how
     assert [a + b for a, b in zip(train, validation, strict=True)] == documents
     assert train[0].endswith("\n")
     assert 0.03 < len(validation[0]) / len(documents[0]) < 0.07
 
 
+def test_a_test_part_is_half_of_what_validates_and_changes_nothing_else(tmp_path):
+    options = {"train_files": [write(tmp_path, "a.jsonl", ASCII)], "vocab_size": 300, "block_size": 16}
+    usual = load_blocks(DataArguments(**options))
+    three = load_blocks(DataArguments(**options), test_part=True)
+    assert usual.test is None
+    assert np.array_equal(three.train.array[:], usual.train.array[:])
+    held_out = {*map(bytes, three.validation.array[:])}, {*map(bytes, three.test.array[:])}
+    assert not held_out[0] & held_out[1]
+    assert abs(len(three.validation) + len(three.test) - len(usual.validation)) <= 1
+    assert three.digest != usual.digest
+    streamed = load_blocks(DataArguments(**options, streaming=True), test_part=True)
+    assert np.array_equal(streamed.test.array[:], three.test.array[:])
+    fewer = load_blocks(DataArguments(**options, train_blocks=3, validation_blocks=2), test_part=True)
+    assert np.array_equal(fewer.train.array[:], usual.train.array[:3])
+    assert (len(fewer.validation), len(fewer.test)) == (2, 2)
+
+
 def test_lines_of_one_text_split_at_the_end():
     lines = [f"line {i}\n" for i in range(200)]
-    train, validation, how = split_documents(lines, 0.05, lines=True)
-    assert (list(train), list(validation)) == (lines[:190], lines[190:])
+    train, validation, how = split(lines, 0.05, True)
+    assert (train, validation) == (lines[:190], lines[190:])
     assert "last rows" in how
 
 
@@ -250,14 +271,28 @@ UNEVEN = {
 @pytest.mark.parametrize("kind", UNEVEN)
 def test_uneven_documents_are_split_by_length(kind, lines):
     documents = UNEVEN[kind]
-    train, validation, how = split_documents(documents, 0.05, lines)
+    train, validation, how = split(documents, 0.05, lines)
     assert "each document" in how
     assert [a + b for a, b in zip(train, validation, strict=True)] == documents
     share = sum(map(len, validation)) / sum(map(len, documents))
     assert 0.04 < share < 0.08
 
 
-def test_the_run_is_told_what_validates(tmp_path):
+def test_held_out_text_is_halved(tmp_path):
+    path = write(tmp_path, "a.jsonl", ASCII)
+    options = {"train_files": [path], "vocab_size": 300, "block_size": 2}
+    whole, halves = (load_blocks(DataArguments(**options), test_part=part) for part in (False, True))
+    assert np.array_equal(whole.train.array[:], halves.train.array[:])
+    held_out = split(ASCII, 0.05)[1]
+    for part, first in ((halves.validation, 0), (halves.test, 1)):
+        ids = naive_ids(held_out[first::2], whole.tokenizer)
+        assert part.array[:].ravel().tolist() == ids[: part.array.size]
+        assert part.array.size > len(ids) - 2
+    first, second = halve_texts(texts_of(["one\ntwo\n", "three"]))
+    assert (list(first["text"]), list(second["text"])) == (["one\n", "th"], ["two\n", "ree"])
+
+
+def test_the_run_says_what_validates(tmp_path):
     path = write(tmp_path, "a.txt", ["".join(ASCII)])
     options = {"train_files": [path], "vocab_size": 300, "block_size": 16}
     assert (
@@ -275,16 +310,22 @@ def test_the_run_is_told_what_validates(tmp_path):
 def test_files_give_the_documents_written(suffix, streaming, tmp_path):
     path = write(tmp_path, f"a{suffix}", [*ASCII, ""], column="body")
     documents = read_files([path], "body", streaming=streaming)
-    assert list(documents) == ASCII == list(documents)  # twice, and without the empty one
+    assert list(iterate_texts(documents)) == ASCII == list(iterate_texts(documents))  # without the empty one
 
 
 def test_text_files_by_glob_and_unit(tmp_path):
     write(tmp_path, "b.txt", ["one\n", "two\n\n", "é\n"])
     write(tmp_path, "a.txt", ["first"])
     pattern = [str(tmp_path / "*.txt")]
-    assert list(read_files(pattern)) == ["first", "one\ntwo\n\né\n"]
-    assert list(read_files(pattern, sample_by="line")) == ["first", "one\n", "two\n", "\n", "é\n"]
-    assert list(read_files(pattern, sample_by="paragraph")) == ["first", "one\ntwo", "é\n"]
+    assert list(iterate_texts(read_files(pattern))) == ["first", "one\ntwo\n\né\n"]
+    assert list(iterate_texts(read_files(pattern, sample_by="line"))) == [
+        "first",
+        "one\n",
+        "two\n",
+        "\n",
+        "é\n",
+    ]
+    assert list(iterate_texts(read_files(pattern, sample_by="paragraph"))) == ["first", "one\ntwo", "é\n"]
 
 
 def test_a_folder_stands_for_the_files_in_it(tmp_path):
@@ -293,16 +334,16 @@ def test_a_folder_stands_for_the_files_in_it(tmp_path):
     write(folder, "b.txt", ["two"])
     write(folder, "a.MD", ["one"])
     (folder / "notes.docx").write_bytes(b"no text")
-    assert list(read_files([str(folder)])) == ["one", "two"]
+    assert list(iterate_texts(read_files([str(folder)]))) == ["one", "two"]
     with pytest.raises(DataError, match=r"file lies in the folder '.*deeper.txt'"):
         read_files([str(folder / "deeper.txt")])
 
 
 def test_a_changed_file_is_read_anew(tmp_path):
     path = write(tmp_path, "a.txt", ["old text"])
-    assert list(read_files([path])) == ["old text"]
+    assert list(iterate_texts(read_files([path]))) == ["old text"]
     write(tmp_path, "a.txt", ["new text, longer"])
-    assert list(read_files([path])) == ["new text, longer"]
+    assert list(iterate_texts(read_files([path]))) == ["new text, longer"]
 
 
 def test_streaming_equals_loading(tmp_path):
@@ -310,8 +351,8 @@ def test_streaming_equals_loading(tmp_path):
     loaded = load_blocks(DataArguments(**options))
     streamed = load_blocks(DataArguments(**options, streaming=True))
     rows = [block["input_ids"] for block in streamed.train]
-    assert np.array_equal(np.stack(rows), loaded.train.array)
-    assert np.array_equal(streamed.validation.array, loaded.validation.array)
+    assert np.array_equal(np.stack(rows), np.asarray(loaded.train.array))
+    assert np.array_equal(streamed.validation.array[:], loaded.validation.array[:])
     assert streamed.validation.bytes == loaded.validation.bytes
     assert loaded.tokenizer.get_vocab() == streamed.tokenizer.get_vocab()
     assert streamed.digest is None
@@ -328,7 +369,7 @@ def test_blocks_feed_a_data_loader(tmp_path):
     )
     batches = list(DataLoader(corpus.train, batch_size=8))
     ids = np.concatenate([batch["input_ids"].numpy() for batch in batches])
-    assert np.array_equal(ids, corpus.train.array)
+    assert np.array_equal(ids, corpus.train.array[:])
     assert ids.dtype == np.int64
     assert all((batch["labels"] == batch["input_ids"]).all() for batch in batches)
     assert corpus.train[2:5]["input_ids"].shape == (3, 16)
@@ -343,12 +384,12 @@ def test_data_set_folder_with_splits_and_pretrained_tokenizer(tokenizer, tmp_pat
     options = {"dataset": str(folder), "tokenizer": str(tmp_path / "tok"), "block_size": 8}
     corpus = load_blocks(DataArguments(**options))
     assert (
-        corpus.validation.array.ravel().tolist()
+        corpus.validation.array[:].ravel().tolist()
         == naive_ids(UNICODE, tokenizer)[: corpus.validation.array.size]
     )
     few = load_blocks(DataArguments(**options, validation_blocks=3))
-    assert np.array_equal(few.validation.array, corpus.validation.array[:3])
-    text = tokenizer.decode(few.validation.array.ravel(), skip_special_tokens=True).rstrip("\ufffd")
+    assert np.array_equal(few.validation.array[:], corpus.validation.array[:3])
+    text = tokenizer.decode(few.validation.array[:].ravel(), skip_special_tokens=True).rstrip("\ufffd")
     assert 0 <= few.validation.bytes - len(text.encode()) <= 4  # the last character may be split
     assert few.train.array.shape == corpus.train.array.shape
 
@@ -361,6 +402,7 @@ def test_hub_data_set_is_asked_for_by_name_and_config(monkeypatch):
         rows = datasets.Dataset.from_dict({"text": [" = Title = \n", "", " Words . \n"] * 40})
         return {"train": rows, "validation": rows, "test": rows}
 
+    monkeypatch.setattr("hf_slt.text.corpus._require_hub", lambda name: None)
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     arguments = DataArguments(
         dataset="Salesforce/wikitext",
@@ -371,8 +413,10 @@ def test_hub_data_set_is_asked_for_by_name_and_config(monkeypatch):
     )
     corpus = load_blocks(arguments)
     assert asked == [(("Salesforce/wikitext", "wikitext-103-raw-v1"), {"streaming": False})]
-    assert corpus.tokenizer.eos_token_id not in corpus.train.array
-    assert corpus.tokenizer.decode(corpus.train.array.ravel()[:40]).startswith(" = Title = \n Words . \n =")
+    assert corpus.tokenizer.eos_token_id not in corpus.train.array[:]
+    assert corpus.tokenizer.decode(corpus.train.array[:].ravel()[:40]).startswith(
+        " = Title = \n Words . \n ="
+    )
 
 
 # ---------------------------------------------------------------------------- cache
@@ -385,27 +429,22 @@ def arguments(tmp_path):
     return DataArguments(train_files=[path], vocab_size=300, block_size=16, cache_dir=cache)
 
 
-def cache_files(arguments: DataArguments) -> list[Path]:
-    return sorted(Path(arguments.cache_dir).iterdir())
+def cache_files(arguments: DataArguments, pattern: str = "tokens-*.json") -> list[Path]:
+    return sorted(Path(arguments.cache_dir).glob(pattern))
 
 
-def test_cache_is_used_and_keyed_by_content(arguments, tmp_path, monkeypatch):
+def test_cache_is_used_and_keyed_by_content(arguments, monkeypatch):
     first = load_blocks(arguments)
-    assert [path.suffix for path in cache_files(arguments)] == [".npz"] * 2  # train, validation
+    assert len(cache_files(arguments)) == 2  # train, validation
     with monkeypatch.context() as patch:
-        patch.setattr(BlockPacker, "__iter__", lambda self: pytest.fail("packed again"))
+        patch.setattr(Tokenise, "__call__", lambda *args: pytest.fail("tokenised again"))
+        patch.setattr(tokenizers, "train_tokenizer", lambda *args: pytest.fail("trained again"))
         again = load_blocks(arguments)
-        # The same text from another place is the same content.
-        moved = write(tmp_path, "moved.parquet", ASCII)
-        load_blocks(dataclasses.replace(arguments, train_files=[moved]))
-    assert np.array_equal(first.train.array, again.train.array)
+    assert np.array_equal(first.train.array[:], again.train.array[:])
     assert (first.train.bytes, first.digest) == (again.train.bytes, again.digest)
-    for change in (
-        {"block_size": 8},
-        {"end_of_text": False},
-        {"vocab_size": 310},
-        {"validation_fraction": 0.2},
-    ):
+    load_blocks(dataclasses.replace(arguments, block_size=8))  # blocks are views: nothing is tokenised again
+    assert len(cache_files(arguments)) == 2
+    for change in ({"end_of_text": False}, {"vocab_size": 310}, {"validation_fraction": 0.2}):
         before = len(cache_files(arguments))
         load_blocks(dataclasses.replace(arguments, **change))
         assert len(cache_files(arguments)) > before, change
@@ -422,33 +461,94 @@ DAMAGE = {
     "truncated": lambda path: path.write_bytes(path.read_bytes()[:-7]),
     "emptied": lambda path: path.write_bytes(b""),
     "of another form": lambda path: path.write_text("[1]"),
-    "pickle": lambda path: np.savez(path, array=np.array([{}], object), bytes=1),
-    "without count": lambda path: np.savez(path, array=np.zeros((2, 16), np.uint16)),
 }
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_damaged_cache_is_noticed_and_rebuilt(kind, arguments, caplog):
     whole = load_blocks(arguments)
-    for path in cache_files(arguments):
-        DAMAGE[kind](path)
-    again = load_blocks(arguments)
+    array = whole.train.array[:]
+    for pattern in ("tokens-*.arrow", "tokens-*.json", "tokenizer-*.json"):
+        for path in cache_files(arguments, pattern):
+            DAMAGE[kind](path)
+        again = load_blocks(arguments)
+        assert "damaged" in caplog.text, pattern
+        assert np.array_equal(array, again.train.array[:])
+        assert whole.train.bytes == again.train.bytes
+        caplog.clear()
+        load_blocks(arguments)
+        assert caplog.text == ""
+
+
+def test_a_missing_file_of_the_cache_is_made_again(arguments, caplog):
+    array = load_blocks(arguments).train.array[:]
+    for path in cache_files(arguments, "tokens-*.arrow"):
+        path.unlink()
+    assert np.array_equal(array, load_blocks(arguments).train.array[:])
     assert "damaged" in caplog.text
-    assert np.array_equal(whole.train.array, again.train.array)
-    assert whole.train.bytes == again.train.bytes
-    caplog.clear()
-    load_blocks(arguments)
-    assert caplog.text == ""
 
 
-def test_a_failed_write_leaves_nothing_behind(arguments, monkeypatch):
+def test_a_failed_write_leaves_nothing_that_is_read(arguments, monkeypatch):
     def full(descriptor):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(DataError, match=r"No space left on device; choose another cache_dir"):
-        load_blocks(arguments)
-    assert cache_files(arguments) == []
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(DataError, match=r"No space left on device; choose another cache_dir"):
+            load_blocks(arguments)
+    assert cache_files(arguments) == cache_files(arguments, "tokenizer-*.json") == []
+    assert len(load_blocks(arguments).train)
+
+
+# ---------------------------------------------------------------------------- streams and mixtures
+
+
+@pytest.fixture
+def shards(tmp_path) -> list[str]:
+    return [write(tmp_path, f"shard-{part}.jsonl", ASCII[50 * part : 50 * part + 50]) for part in range(3)]
+
+
+def test_a_stream_is_resumed_at_any_block(shards, tokenizer):
+    texts = read_files(shards, streaming=True)
+    blocks = StreamedBlocks(texts, Tokenise.by(tokenizer, True), 16)
+    read = list(blocks.read())
+    assert np.array_equal(
+        np.stack([ids for ids, _ in read]).ravel(), naive_ids(ASCII, tokenizer)[: 16 * len(read)]
+    )
+    for number in (1, 5, len(read) // 2, len(read) - 1):
+        place = json.loads(json.dumps(read[number - 1][1]))  # as a checkpoint holds it
+        again = [ids for ids, _ in StreamedBlocks(texts, blocks.tokenise, 16).read(place)]
+        assert np.array_equal(again, [ids for ids, _ in read[number:]])
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_processes_share_a_stream(processes, shards, tokenizer):
+    """Three shards for three processes; two processes take every other document."""
+    tokenise = Tokenise.by(tokenizer, True)
+    whole = StreamedBlocks(read_files(shards, streaming=True), tokenise, 1)
+    found = []
+    for rank in range(processes):
+        share = whole.share(rank, processes)
+        documents = ASCII[50 * rank : 50 * rank + 50] if processes == 3 else ASCII[rank::2]
+        ids = [int(ids[0]) for ids, _ in share.read()]
+        assert ids == naive_ids(documents, tokenizer)
+        found += ids
+    assert sorted(found) == sorted(naive_ids(ASCII, tokenizer))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_sources_are_mixed_with_weights(streaming, tmp_path):
+    many = write(tmp_path, "a.jsonl", [f"a {i}" for i in range(300)])
+    few = write(tmp_path, "b.jsonl", [f"b {i}" for i in range(100)])
+    options = {"vocab_size": 257, "block_size": 4, "validation_files": [few], "streaming": streaming}
+    mixed = load_blocks(DataArguments(train_files=[many, few], mixing_weights=[3, 1], **options))
+    words = mixed.tokenizer.decode(np.concatenate([block["input_ids"] for block in mixed.train])).split()
+    first = words[:200]
+    assert 0.15 < sum("b" in word for word in first) / sum(word[-1:] in "ab" for word in first) < 0.35
+    plain = load_blocks(DataArguments(train_files=[many, few], **options))
+    text = mixed.tokenizer.decode(np.concatenate([block["input_ids"] for block in plain.train]))
+    assert text.startswith("a 0<|endoftext|>a 1")
+    assert text.index("b 0") > text.index("a 299")
 
 
 # ---------------------------------------------------------------------------- errors and arguments
@@ -461,9 +561,14 @@ def test_a_failed_write_leaves_nothing_behind(arguments, monkeypatch):
         ({"vocab_size": 256}, "vocab_size 256 cannot hold"),
         ({"validation_fraction": 1.0}, r"validation_fraction 1\.0 is not between"),
         ({"validation_blocks": 0}, "validation_blocks 0 validates on nothing"),
+        ({"train_blocks": 0}, "train_blocks 0 trains on nothing"),
+        ({"train_blocks": 5, "streaming": True}, "limit max_steps instead"),
         ({"sample_by": "word"}, "sample_by 'word' is unknown"),
         ({"dataset": "x", "train_files": ["y"]}, "both given; leave one"),
         ({"validation_files": ["y"]}, "without train_files"),
+        ({"dataset": ["x", "y"], "dataset_config": "z"}, "dataset_config has 1 entries for 2 data sets"),
+        ({"train_files": ["x"], "mixing_weights": [1, 2]}, r"mixing_weights \[1, 2\] for 1 data sets"),
+        ({"preprocessing_num_workers": 0}, "preprocessing_num_workers 0 tokenise nothing"),
     ],
 )
 def test_wrong_arguments(change, message):
@@ -525,6 +630,7 @@ def test_errors_of_data_sets(tmp_path, monkeypatch):
     def unreachable(*args, **options):
         raise ConnectionError("Couldn't reach the Hub")
 
+    monkeypatch.setattr("hf_slt.text.corpus._require_hub", lambda name: None)
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
     message = "cannot load data set some/name main: ConnectionError: .*train_files, or .*embedded corpus"
     with pytest.raises(DataError, match=message):
@@ -556,6 +662,7 @@ def test_a_library_that_does_not_work_is_not_blamed_on_the_text(tmp_path, monkey
         monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
     else:
         broken = {"name": broken_name, "within": broken_within}[way]
+        monkeypatch.setattr("hf_slt.text.corpus._require_hub", lambda name: None)
         monkeypatch.setattr(datasets, "load_dataset", broken)
     path = write(tmp_path, "a.txt", ASCII)
     for options in ({"train_files": [path]}, {"dataset": "some/name"}):
@@ -567,6 +674,7 @@ def test_a_library_that_does_not_work_is_not_blamed_on_the_text(tmp_path, monkey
 
 
 def test_an_attribute_that_an_object_lacks_may_be_the_fault_of_the_text(tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_slt.text.corpus._require_hub", lambda name: None)
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **options: "a row".keys())
     with pytest.raises(DataError, match=r"AttributeError: .*; check that the files are whole"):
         read_files([write(tmp_path, "a.txt", ASCII)])
@@ -580,8 +688,3 @@ def test_a_tokenizer_without_end_of_text_is_refused(tokenizer, tmp_path):
     path.write_text(json.dumps(config))
     with pytest.raises(DataError, match="no end-of-text token; set its eos_token"):
         load_tokenizer(str(tmp_path / "tok"))
-
-
-def test_documents_can_be_walked_again():
-    documents = Documents(lambda: iter(["a", "", "b"]))
-    assert list(documents) == list(documents) == ["a", "b"]

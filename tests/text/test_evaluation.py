@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from hf_slt.text.blocks import BlockPacker, TokenBlocks, train_tokenizer
+from hf_slt.text.blocks import TokenBlocks, pack_beginning
 from hf_slt.text.evaluation import (
     EvaluationError,
     _windows,
@@ -21,6 +21,7 @@ from hf_slt.text.evaluation import (
     evaluate_text,
     evaluating,
 )
+from hf_slt.text.tokenizer import train_tokenizer
 
 ROOT = Path(__file__).parents[2]
 TEXTS = ["A mask is learned, the weights never are. " * 6, "é🙂", "one seed;\nmany tickets\n" * 9, "a"]
@@ -137,8 +138,7 @@ def test_reduce_joins_processes(model):
 
 def test_bits_per_byte_of_blocks_by_hand(tokenizer):
     text = "abcd" * 32  # 128 bytes
-    packer = BlockPacker([text], tokenizer, 8, end_of_text=False)
-    blocks = TokenBlocks(np.stack(list(packer)), packer.bytes)
+    blocks = pack_beginning(datasets.Dataset.from_dict({"text": [text]}), tokenizer, 8, 99, end_of_text=False)
     measures = evaluate_blocks(Uniform(256), [blocks[:]], blocks.bytes_per_token)
     assert measures["loss"] == pytest.approx(math.log(256))
     assert measures["perplexity"] == pytest.approx(256)

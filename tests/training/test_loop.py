@@ -1,5 +1,6 @@
 """Training: functions of the step by hand, whole runs of tiny models, real launches, kills and signals."""
 
+import dataclasses
 import json
 import math
 import os
@@ -13,19 +14,24 @@ import time
 from pathlib import Path
 
 import numpy as np
+import psutil
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.tracking import TensorBoardTracker
 from cases import tiny_batch, tiny_config
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel, TrainingArguments
 
 from hf_slt import SupermaskGPT2LMHeadModel, verify_ticket
-from hf_slt.model.ticket import SLTError
+from hf_slt.errors import SLTError
+from hf_slt.masks import rules
 from hf_slt.sharing.card import kept_of
-from hf_slt.text.blocks import TokenBlocks, load_blocks
+from hf_slt.text.blocks import TokenBlocks, load_blocks, train_tokenizer
 from hf_slt.text.evaluation import evaluate_blocks
-from hf_slt.training import checkpoints, rules
+from hf_slt.training import checkpoints
 from hf_slt.training import run as training
 from hf_slt.training.arguments import (
     CONTROLS,
@@ -37,9 +43,10 @@ from hf_slt.training.arguments import (
 )
 from hf_slt.training.batches import Batches, block_order, validation_batches
 from hf_slt.training.checkpoints import CheckpointError
-from hf_slt.training.monitoring import Interruption, attention_moments, look_at, read_log
+from hf_slt.training.monitoring import Interruption, attention_moments, mask_measures, read_log
 from hf_slt.training.report import train_and_compare
 from hf_slt.training.run import Run, build_model, build_optimizer, ramp_at, rate_at
+from hf_slt.weights.random_weights import TensorSpec
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "recipes" / "train_gpt2_slt.py"
@@ -182,6 +189,8 @@ def test_values_and_spellings():
         ("", ["--min_lr_rate", "2"], "min_lr_rate 2.0 is not in [0, 1]"),
         ("", ["--report_to", "clearml"], "report_to clearml: not installed; pip install clearml"),
         ("", ["--report_to", "wandbb"], "report_to 'wandbb' is not one of none, "),
+        ("", ["--device", "cuda"], "unknown option --device; training takes a GPU if there is one, and else"),
+        ("", ["text.txt"], "'text.txt' is one word too many"),
     ],
 )
 def test_what_is_unknown_or_ill_typed_is_an_error_of_one_line(tmp_path, capsys, preset, words, message):
@@ -201,6 +210,24 @@ def test_help_shows_every_option_and_what_the_preset_makes_of_it(capsys, monkeyp
     assert all(len(shown[name]) > 4 for name in Arguments().flat())  # none without help
     assert shown["max_steps"][-2:] == ["(default:", "500)"]
     assert shown["n_layer"][-2:] == ["(default:", "4)"]
+
+
+def test_a_preset_that_was_not_named_is_named_once(base, tmp_path, capsys, monkeypatch):
+    preset = SCRIPT.with_name("nano.yaml")
+    words = [*base, "--output_dir", str(tmp_path / "run"), "--max_steps", "1", "--compare", "random_mask"]
+    training.print_once.cache_clear()
+    train_and_compare(parse_arguments(words, preset=preset), find_ticket, TEMPLATE)
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first == f"no --config was given: the preset {preset} applies"
+    assert not [line for line in others if "--config" in line]
+    training.print_once.cache_clear()
+    words += ["--overwrite", "--config", str(preset)]
+    train_and_compare(parse_arguments(words, preset=preset), find_ticket, TEMPLATE)
+    assert "no --config" not in capsys.readouterr().out
+    monkeypatch.setenv("COLUMNS", "1000")
+    with pytest.raises(SystemExit):
+        parse_arguments(["--help"], preset=preset)
+    assert "Without --config, nano.yaml applies" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("preset", sorted(ROOT.glob("recipes/*.yaml")), ids=lambda path: path.stem)
@@ -255,7 +282,7 @@ def test_density_ramp_reaches_the_model(arguments):
     seen = []
     for _ in range(5):
         optimizer_step(run)
-        seen.append(run.model.transformer.h[0].mlp.c_fc.rule.density)
+        seen.append(run.model.transformer.h[0].mlp.c_fc.parameter_plans["weight"].rule.density)
     assert seen == pytest.approx([ramp_at(step, 0.3, 0.9, 4) for step in range(5)])
     assert seen[0] == 0.9
     assert seen[-1] == 0.3
@@ -315,14 +342,29 @@ def test_a_block_may_name_tokens_that_are_not_learned():
     assert sorted(labels[labels >= 0]) == [4 * row + column for row in range(5) for column in (2, 3)]
 
 
-def test_streaming_reads_the_same_text(arguments):
-    run = Run(arguments("--streaming", "--max_steps", "3"))
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_streaming_reads_the_same_text(arguments, workers):
+    words = ("--streaming", "--max_steps", "3", "--dataloader_num_workers", workers)
+    run = Run(arguments(*words))
     stored = load_blocks(arguments().data).train
     rows = torch.cat([batch["input_ids"] for step in range(3) for batch in run.batches.of_step(step)])
     np.testing.assert_array_equal(rows.numpy(), stored[:24]["input_ids"])
-    again = Run(arguments("--streaming", "--max_steps", "3"))  # as when resumed after step 2
+    again = Run(arguments(*words))  # as when a checkpoint without a place is resumed after step 2
     resumed = torch.cat([batch["input_ids"] for batch in again.batches.of_step(2)])
     assert torch.equal(resumed, rows[16:24])
+
+
+def test_a_streamed_run_resumes_to_the_same_bits(arguments, tmp_path, monkeypatch):
+    words = ("--streaming", "--dataloader_num_workers", "0")  # 12 steps are about 1.3 passes over the text
+    whole = find_ticket(arguments(*words, "--output_dir", str(tmp_path / "whole")))
+    cut = arguments(*words, "--output_dir", str(tmp_path / "cut"))
+    monkeypatch.setattr("hf_slt.training.monitoring.Interruption.agreed", lambda self, *_: True)
+    assert find_ticket(cut) is None  # after one step
+    monkeypatch.undo()
+    again = dataclasses.replace(cut.run, resume_from_checkpoint="true")
+    resumed = find_ticket(dataclasses.replace(cut, run=again))
+    assert mask_bytes(tmp_path / "cut") == mask_bytes(tmp_path / "whole")
+    assert resumed["loss"] == whole["loss"]
 
 
 # -- optimizer ----------------------------------------------------------------------------------------
@@ -331,7 +373,7 @@ def test_streaming_reads_the_same_text(arguments):
 def test_scores_and_trained_weights_have_rates_of_their_own(arguments):
     words = "--embedding trained --weight_decay 0.1 --score_decay 0.3 --learning_rate 0.02"
     found = arguments(*words.split())
-    model = build_model(found, load_blocks(found.data))
+    model = build_model(found, load_blocks(found.data).tokenizer)
     groups = build_optimizer(model, found.run).param_groups
     settings = {id(one): (group["lr"], group["weight_decay"]) for group in groups for one in group["params"]}
     kinds = set()
@@ -376,7 +418,7 @@ def test_sgd_steps_are_sgd(arguments):
         )
     )
     before = {name: value.clone() for name, value in run.model.state_dict().items()}
-    twin = build_model(run.arguments, run.corpus)
+    twin = build_model(run.arguments, run.corpus.tokenizer)
     for batch in run.batches.of_step(0):
         (twin(**batch).loss / 2).backward()
     optimizer_step(run)
@@ -420,23 +462,55 @@ def test_masks_are_selected_once_per_forward(arguments, monkeypatch, rule, selec
     assert len(calls) == 4 * each
 
 
+def test_a_log_is_read_up_to_a_line_that_is_none(tmp_path):
+    line = json.dumps({"kind": "train", "step": 1, "loss": 2.0}) + "\n"
+    for bad in (b"\xff\xfe\x00\n", b'{"kind": "tr', b"7\n", b'{"loss": 1}\n'):
+        (tmp_path / "log.jsonl").write_bytes(line.encode() + bad + line.encode())
+        assert len(read_log(tmp_path / "log.jsonl")) == 1
+
+
+def test_the_gradient_is_divided_once_however_accelerate_was_launched(arguments, monkeypatch):
+    """`accelerate launch --gradient_accumulation_steps N` sets the variable."""
+    norms = []
+    for launched in ("1", "2"):
+        monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", launched)
+        run = Run(arguments("--gradient_accumulation_steps", "2", "--overwrite"))
+        optimizer_step(run)
+        norms.append(run.check_gradient())
+        run.close()
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        del run  # and with it the lock of the folder
+    assert norms[0] == norms[1]
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    with pytest.raises(SLTError, match="is 4 for accelerate and 2 for this run"):
+        Run(arguments("--gradient_accumulation_steps", "2", "--overwrite"))
+
+
+def test_a_run_that_is_not_sharded_as_configured_says_so(arguments, monkeypatch, capsys):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    training.print_once.cache_clear()
+    Run(arguments())
+    assert "shards nothing on device cpu: this run is NO" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("flag", ["--gradient_checkpointing", "--torch_compile"])
 def test_options_of_speed_and_memory_change_no_loss(arguments, flag):
     plain, other = Run(arguments("--dropout", "0")), Run(arguments("--dropout", "0", flag))
     for _ in range(2):
-        losses = [optimizer_step(run)[0].item() for run in (plain, other)]
+        losses = [optimizer_step(run).item() for run in (plain, other)]
         assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 @pytest.mark.parametrize("way", ["option", "accelerate's configuration"])
 def test_bf16_keeps_scores_in_float32(arguments, monkeypatch, way):
-    exact = optimizer_step(Run(arguments("--dropout", "0")))[0].item()
+    exact = optimizer_step(Run(arguments("--dropout", "0"))).item()
     AcceleratorState._reset_state(reset_partial_state=True)
     if way != "option":
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # as `accelerate launch` passes it on
     run = Run(arguments("--dropout", "0", *(["--bf16"] if way == "option" else [])))
     assert run.accelerator.mixed_precision == "bf16"
-    loss = optimizer_step(run)[0].item()
+    loss = optimizer_step(run).item()
     assert exact != loss == pytest.approx(exact, rel=1e-2)
     assert {parameter.dtype for parameter in run.model.parameters()} == {torch.float32}
 
@@ -499,7 +573,7 @@ def test_moments_are_logged_where_asked_and_change_nothing(arguments, uninterrup
 def test_moments_of_a_compiled_model_and_of_a_control(arguments, words):
     run = Run(arguments("--moments", "--max_steps", "2", "--dropout", "0", *words))
     optimizer_step(run)
-    run.look()
+    run.evaluate()
     assert np.shape(run.log.records[-1]["trace"]) == (2, 2)
     assert run.model.training
 
@@ -510,23 +584,25 @@ def test_a_look_counts_flips_and_warns_of_collapse(caplog):
     from transformers.utils import logging
 
     logging.get_logger("hf_slt.training.monitoring").addHandler(caplog.handler)
-    seen = look_at({"h.0.mlp.c_fc.scores": after}, {"h.0.mlp.c_fc.scores": before}, (0.0, 1.0))
+    tensors = {"h.0.mlp.c_fc.scores": TensorSpec("h.0.mlp.c_fc", (4, 10), input_axes=(0,))}
+    seen = mask_measures(tensors, {"h.0.mlp.c_fc.scores": after}, {"h.0.mlp.c_fc.scores": before}, (0.0, 1.0))
     assert seen["flipped"] == 2 / 40
     assert seen["density"] == {"h.0.mlp.c_fc.scores": pytest.approx(0.05)}
     assert seen["empty_columns"] == {"h.0.mlp.c_fc.scores": pytest.approx(0.9)}
     after[:, 0] = False
-    look_at({"h.0.mlp.c_fc.scores": after}, {}, (0.0, 1.0))
+    mask_measures(tensors, {"h.0.mlp.c_fc.scores": after}, {}, (0.0, 1.0))
     assert "100% of its outputs have no weight left" in caplog.text
 
 
 def test_a_look_at_codes_of_more_levels():
     before = torch.tensor([[0, 1, 2], [1, 1, 1]], dtype=torch.uint8)
     after = torch.tensor([[0, 2, 2], [1, 1, 1]], dtype=torch.uint8)
-    seen = look_at({"wte.scores": after}, {"wte.scores": before}, (-1.0, 0.0, 1.0))
+    tensors = {"wte.scores": TensorSpec("wte", (2, 3), input_axes=(1,))}
+    seen = mask_measures(tensors, {"wte.scores": after}, {"wte.scores": before}, (-1.0, 0.0, 1.0))
     assert seen["flipped"] == 1 / 6
     assert seen["density"] == {"wte.scores": 0.5}
     assert seen["empty_columns"] == {"wte.scores": 0.5}  # of a table: rows
-    seen = look_at({"wte.scores": before > 0}, {}, (-1.0, 1.0))
+    seen = mask_measures(tensors, {"wte.scores": before > 0}, {}, (-1.0, 1.0))
     assert (seen["density"], seen["empty_columns"]) == ({"wte.scores": 1.0}, {"wte.scores": 0.0})
 
 
@@ -559,9 +635,11 @@ def test_controls_and_their_table(base, tmp_path, capsys):
 
 def test_a_signal_ends_the_controls_too(base, tmp_path, monkeypatch, capsys):
     words = [*base, "--output_dir", str(tmp_path / "run"), "--compare", "random_mask", "dense"]
-    monkeypatch.setattr("hf_slt.training.monitoring.Interruption.agreed", lambda self, accelerator: True)
+    monkeypatch.setattr(
+        "hf_slt.training.monitoring.Interruption.agreed", lambda self, accelerator, step: True
+    )
     assert train_and_compare(parse_arguments(words), find_ticket, TEMPLATE) is None
-    assert "interrupted after step 1; go on with --resume_from_checkpoint" in capsys.readouterr().out
+    assert "interrupted after step 1; resume with --resume_from_checkpoint" in capsys.readouterr().out
     assert sorted(path.name for path in (tmp_path / "run").glob("[!.]*")) == ["checkpoints", "log.jsonl"]
 
 
@@ -594,7 +672,7 @@ def test_two_signals_at_once_are_one_wish():
 def test_a_run_that_diverges_stops(arguments, monkeypatch):
     run = Run(arguments())
     monkeypatch.setattr(run.accelerator, "clip_grad_norm_", lambda *a: torch.tensor(float("nan")))
-    with pytest.raises(SLTError, match="gradient of step 0 is not finite: the run diverged") as caught:
+    with pytest.raises(SLTError, match="a gradient before step 1 was not finite: the run diverged") as caught:
         train(run)
     # What it advises is taken; to go on from a checkpoint at another rate is not.
     assert "--overwrite" in str(caught.value)
@@ -615,6 +693,13 @@ def test_the_ramp_ends_at_the_density_of_the_ticket(arguments):
 def test_no_dense_twin_of_what_stock_gpt2_cannot_be(arguments):
     with pytest.raises(SLTError, match="no dense twin"):
         find_ticket(arguments("--control", "dense", "--layer_norm", "false"))
+
+
+def test_the_dense_twin_has_first_weights_and_a_rate_of_its_own(arguments):
+    words = ["--control", "dense", "--dense_std", "0.05", "--dense_learning_rate", "4e-3"]
+    run = Run(arguments(*words, "--weight_learning_rate", "1e-3"))
+    assert run.model.transformer.wte.weight.std().item() == pytest.approx(0.05, rel=0.02)
+    assert [group["initial_lr"] for group in run.optimizer.param_groups] == [4e-3]
 
 
 def test_trackers(arguments, tmp_path):
@@ -663,6 +748,13 @@ BESIDE = [
 ]
 
 
+def scores_name(tensor: str) -> str:
+    """The parameter that holds the scores of a tensor."""
+    module, _, leaf = tensor.rpartition(".")
+    own = f"{module}.{leaf}_scores" if leaf in ("query", "key", "value", "basis") else f"{tensor}.scores"
+    return own if tensor == "lm_head" else f"transformer.{own}"
+
+
 @pytest.mark.parametrize("words", [*(["--rule", rule] for rule in rules.RULES), *BESIDE], ids=" ".join)
 def test_runs_of_every_rule_log_their_codes_and_resume(arguments, monkeypatch, tmp_path, words):
     words = [*words, "--max_steps", "4", "--save_steps", "2", "--eval_steps", "2"]
@@ -670,8 +762,8 @@ def test_runs_of_every_rule_log_their_codes_and_resume(arguments, monkeypatch, t
     header = verify_ticket(tmp_path / "run" / "ticket")
     last = [record for record in read_log(tmp_path / "run" / "log.jsonl") if record["kind"] == "masks"][-1]
     shares = {
-        str(entry.key).removesuffix("mask") + "scores": kept_of(header, entry) / sum(entry.counts)
-        for entry in header.masked().values()
+        scores_name(name): kept_of(header, entry) / sum(entry.counts)
+        for name, entry in header.masked().items()
     }
     assert last["density"] == pytest.approx(shares, abs=1e-6)  # float32 means
     model = AutoModelForCausalLM.from_pretrained(report["saved"])
@@ -720,7 +812,9 @@ def wait_for_step(folder: Path, step: int, process) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name
+    "number",
+    [signal.SIGKILL, signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive)],
+    ids=lambda number: number.name,
 )
 def test_killed_and_resumed_to_the_same_bits(base, tmp_path, number):
     """A real process, 60 steps; the same run straight through is the oracle."""
@@ -735,7 +829,7 @@ def test_killed_and_resumed_to_the_same_bits(base, tmp_path, number):
         assert run.returncode == -signal.SIGKILL
     else:  # a checkpoint of this very step, and a clean end
         assert run.returncode == 130, errors  # there is no ticket
-        assert f"interrupted after step {reached}; go on with --resume_from_checkpoint" in output
+        assert f"interrupted after step {reached}; resume with --resume_from_checkpoint" in output
         assert (tmp_path / "run" / "checkpoints" / f"step-{reached:08d}").is_dir()
     again = launch([*words, "--resume_from_checkpoint"], tmp_path / "run")
     output, errors = again.communicate(timeout=300)
@@ -785,7 +879,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_offered(arguments, uni
     DAMAGE[kind](folder / "step-00000012" / (kind if "." in kind else "state.json"))
     with pytest.raises(CheckpointError, match="step-00000012") as caught:
         find_ticket(arguments("--resume_from_checkpoint"))
-    words = str(caught.value).split("go on from ")[1].split()
+    words = str(caught.value).split("resume with ")[1].split()
     assert words == ["--resume_from_checkpoint", str(folder / "step-00000008")]
     find_ticket(arguments(*words))
     assert mask_bytes(tmp_path / "run") == mask_bytes(uninterrupted[0])
@@ -819,6 +913,50 @@ def test_a_cosine_cannot_be_extended_and_says_why(arguments):
     find_ticket(arguments())
     with pytest.raises(CheckpointError, match=r"steps was 12, is 18 \(.*cosine.*min_lr_rate 1"):
         find_ticket(arguments("--resume_from_checkpoint", "--max_steps", "18"))
+
+
+def test_a_folder_that_cannot_be_used_is_refused_before_text_is_read(base, tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_slt.training.report.load_blocks", lambda *_: pytest.fail("text was read"))
+    (tmp_path / "file").write_text("")
+    (tmp_path / "used" / "dense").mkdir(parents=True)
+    (tmp_path / "used" / "dense" / "report.json").write_text("{}")
+    for name, more, message in (
+        ("file", [], "file is a file, not a folder; give the name of a folder"),
+        ("file/run", [], "file is a file, not a folder"),
+        ("used", ["--compare", "dense"], "used/dense is of an earlier run; add --resume_from_checkpoint or"),
+    ):
+        words = [*base, "--output_dir", str(tmp_path / name), *more]
+        with pytest.raises((OSError, SLTError), match=message):
+            train_and_compare(parse_arguments(words), find_ticket, TEMPLATE)
+        assert train_and_compare(parse_arguments([*words, "--dry_run"]), find_ticket, TEMPLATE) == {}
+
+
+@pytest.mark.parametrize("package", ["matplotlib", "constriction"])
+def test_a_missing_package_is_named_before_text_is_read(base, tmp_path, monkeypatch, package):
+    monkeypatch.setattr("hf_slt.training.report.load_blocks", lambda *_: pytest.fail("text was read"))
+    monkeypatch.setitem(sys.modules, package, None)
+    words = [*base, "--output_dir", str(tmp_path / "run"), "--encoding", "entropy"]
+    with pytest.raises(SLTError, match=f"the package {package} is not installed; pip install"):
+        train_and_compare(parse_arguments(words), find_ticket, TEMPLATE)
+
+
+def test_processes_that_do_not_know_each_other_are_refused(base, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")  # as a launcher sets it, without the rank that accelerate looks for
+    monkeypatch.setattr("hf_slt.training.report.load_blocks", lambda *_: pytest.fail("text was read"))
+    words = [*base, "--output_dir", str(tmp_path / "run")]
+    with pytest.raises(SLTError, match="write ACCELERATE_USE_CPU=true before accelerate launch"):
+        train_and_compare(parse_arguments(words), find_ticket, TEMPLATE)
+
+
+def test_a_warm_up_longer_than_the_run_is_said_once(arguments, capsys):
+    training.print_once.cache_clear()
+    for _ in range(2):
+        Run(arguments("--warmup_steps", "500", "--overwrite"))
+    shown = capsys.readouterr().out
+    assert shown.count("warmup_steps 500 is more than the 12 steps of this run") == 1
+    training.print_once.cache_clear()
+    Run(arguments("--warmup_steps", "12", "--overwrite"))
+    assert "warmup_steps" not in capsys.readouterr().out
 
 
 def test_two_runs_do_not_share_a_folder(arguments, base, tmp_path):
@@ -871,7 +1009,7 @@ def test_resumed_from_a_checkpoint_by_its_path(arguments, uninterrupted, tmp_pat
     find_ticket(arguments(*words))
     assert mask_bytes(elsewhere) == mask_bytes(uninterrupted[0])
     # In its own folder, later ones go as soon as the run that went back has one to go on from.
-    monkeypatch.setattr(Run, "look", lambda self: (_ for _ in ()).throw(InterruptedError))
+    monkeypatch.setattr(Run, "evaluate", lambda self: (_ for _ in ()).throw(InterruptedError))
     with pytest.raises(InterruptedError):
         find_ticket(arguments("--resume_from_checkpoint", str(earlier), "--save_steps", "5"))
     names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
@@ -936,21 +1074,16 @@ def test_the_script_reports_errors_in_one_line(tmp_path):
 
 # -- more than one process ----------------------------------------------------------------------------
 
-WORKER = """
+SHARDED = """
 import json, os, sys, torch
+from pathlib import Path
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from hf_slt.masks.rules import RULES
 from hf_slt.training import run as training
 from hf_slt.training.arguments import parse_arguments
 
 sys.path.insert(0, sys.argv[1])
 from train_gpt2_slt import train
-
-sent = []
-broadcast = torch.distributed._broadcast_coalesced
-def counted(group, tensors, *rest):
-    sent.extend(tensor.numel() for tensor in tensors)
-    return broadcast(group, tensors, *rest)
-torch.distributed._broadcast_coalesced = counted
 
 class Sharded(training.Run):
     def _prepare(self, model):  # accelerate shards on accelerators only; torch does on CPUs too
@@ -958,6 +1091,18 @@ class Sharded(training.Run):
             fully_shard(block)
         fully_shard(model)
         return model, self.accelerator.prepare(self.make_optimizer(model, self.options))
+
+"""
+
+WORKER = (
+    SHARDED
+    + """
+sent = []
+broadcast = torch.distributed._broadcast_coalesced
+def counted(group, tensors, *rest):
+    sent.extend(tensor.numel() for tensor in tensors)
+    return broadcast(group, tensors, *rest)
+torch.distributed._broadcast_coalesced = counted
 
 kind, words = sys.argv[2], sys.argv[3:]
 run = (Sharded if kind == "fsdp2" else training.Run)(parse_arguments(words))
@@ -971,24 +1116,81 @@ else:
 assert train(run)
 report = run.finish()
 assert bool(report) == run.accelerator.is_main_process
-model = training.build_model(run.arguments, run.corpus)
+model = training.build_model(run.arguments, run.corpus.tokenizer)
 facts = {"sent": sum(sent), "scores": sum(p.numel() for p in model.parameters())}
 print("SENT", json.dumps(facts), flush=True)
 """
+)
 
 
 def launch_two(folder: Path, script: str, *words: str) -> subprocess.CompletedProcess:
     """A script in two real processes; its first argument is the folder of the recipes."""
     (folder / "worker.py").write_text(script)
+    return launch_file_twice(folder / "worker.py", str(SCRIPT.parent), *words)
+
+
+def launch_file_twice(file: Path, *words: str) -> subprocess.CompletedProcess:
+    """Run a file in two real processes."""
+    run = start_file_twice(file, *words)
+    output, errors = run.communicate(timeout=600)
+    assert run.returncode == 0, errors[-3000:]
+    return subprocess.CompletedProcess(run.args, run.returncode, output, errors)
+
+
+def start_file_twice(file: Path, *words: str) -> subprocess.Popen:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}
     command = [
         *(sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"),
         *("--config_file", str(ROOT / "recipes" / "accelerate" / "cpu_ddp.yaml"), "--main_process_port", "0"),
-        *(str(folder / "worker.py"), str(SCRIPT.parent), *words),
+        *(str(file), *words),
     ]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, cwd=ROOT)
-    assert run.returncode == 0, run.stderr[-3000:]
-    return run
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env=environment, cwd=ROOT, **pipes)
+
+
+@pytest.mark.slow
+def test_two_processes_that_stream_are_killed_and_resume_to_the_same_bits(text, base, tmp_path):
+    """One parquet file, which both processes read; all of them are killed at once, as by a machine that fails."""
+    lines = (text / "train.txt").read_text().splitlines()
+    table = pyarrow.table(
+        {"text": ["\n".join(lines[place : place + 3]) for place in range(0, len(lines), 3)]}
+    )
+    pyarrow.parquet.write_table(table, tmp_path / "train.parquet", row_group_size=50)
+    words = [*base, "--train_files", str(tmp_path / "train.parquet")]
+    words += ["--streaming", "--tokenizer", str(text / "valid-tokenizer"), "--eval_steps", "100"]
+    train_tokenizer(lines, 300, 32).save_pretrained(text / "valid-tokenizer")
+    words += ["--max_steps", "100", "--save_steps", "20", "--output_dir"]
+    run = start_file_twice(SCRIPT, *words, str(tmp_path / "run"))
+    wait_for_step(tmp_path / "run", 25, run)
+    for process in (launcher := psutil.Process(run.pid), *launcher.children(recursive=True)):
+        process.kill()
+    run.communicate(timeout=60)
+    assert len(losses(tmp_path / "run")) < 100, "the run was over before the signal"
+    again = launch_file_twice(SCRIPT, *words, str(tmp_path / "run"), "--resume_from_checkpoint")
+    assert "resumed after step" in again.stdout
+    launch_file_twice(SCRIPT, *words, str(tmp_path / "whole"))
+    assert mask_bytes(tmp_path / "run") == mask_bytes(tmp_path / "whole")
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("preset", "network"),
+    [
+        ("mini", {"HF_ENDPOINT": "http://127.0.0.1:9"}),
+        ("small", {"HF_HUB_OFFLINE": "1"}),
+    ],  # no answer; told so
+    ids=["no answer", "offline"],
+)
+def test_without_a_network_a_preset_of_the_hub_ends_with_one_line(tmp_path, preset, network):
+    environment = {**os.environ, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "cache"), **network}
+    command = [sys.executable, str(SCRIPT), "--config", str(SCRIPT.with_name(f"{preset}.yaml"))]
+    command += ["--output_dir", str(tmp_path / "run")]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 1
+    (line,) = run.stderr.splitlines()  # nothing is tried again and again, which would be told here
+    assert line.startswith("DataError: cannot load data set Salesforce/wikitext")
+    assert "use train_files, or leave dataset out for the embedded corpus" in line
 
 
 @pytest.mark.slow
@@ -1032,25 +1234,65 @@ def test_two_processes_agree_with_one(base, tmp_path, kind):
         assert 0 < facts["sent"] <= facts["scores"]
 
 
-EVERY_RULE = """
-import sys, torch
-from pathlib import Path
-from hf_slt.training.arguments import parse_arguments
-from hf_slt.training.rules import RULES
-from hf_slt.training.run import Run
+@pytest.mark.slow
+def test_controls_in_two_processes(base, tmp_path):
+    """The README's command under cpu_ddp.yaml: every run after the first needs the process group too."""
+    words = [
+        *base,
+        "--max_steps",
+        "4",
+        "--eval_steps",
+        "2",
+        "--save_steps",
+        "0",
+        "--report_to",
+        "tensorboard",
+    ]
+    folder = tmp_path / "run"
+    more = ["--output_dir", str(folder), "--compare", "random_mask", "dense", "--prompt", "the cat"]
+    done = launch_file_twice(SCRIPT, "--config", str(SCRIPT.with_name("nano.yaml")), *words, *more)
+    rows = [line.split("  ")[0] for line in done.stdout.splitlines() if line.endswith(" kB")]
+    assert sorted(rows) == ["dense twin", "random mask", "ticket"]
+    report = json.loads((folder / "report.json").read_text())
+    assert report["random_mask"] > max(report["ticket"], report["dense"])
+    for run in (folder, folder / "random_mask", folder / "dense"):  # each with a tracker of its own
+        assert [path for path in (run / "hf_slt").rglob("events*") if path.stat().st_size > 100]
+    for path in ("comparison.png", "ticket/README.md", "dense/curves.png"):
+        assert (folder / path).stat().st_size > 1000, path
+    assert "Traceback" not in done.stderr
+    assert "destroy_process_group() was not called" not in done.stderr
 
-sys.path.insert(0, sys.argv[1])
-from train_gpt2_slt import train
 
+def test_the_trackers_of_a_run_are_finished_also_after_an_error(arguments, monkeypatch):
+    finished = []
+    monkeypatch.setattr(TensorBoardTracker, "finish", lambda self: finished.append(self.run_name))
+    words = ["--report_to", "tensorboard", "--max_steps", "2", "--save_steps", "0", "--overwrite"]
+    assert find_ticket(arguments(*words))
+    monkeypatch.setattr(Run, "finish", lambda self: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        find_ticket(arguments(*words))
+    assert len(finished) == 2
+
+
+EVERY_RULE = (
+    SHARDED
+    + """
 for rule in RULES:
     folder = Path(sys.argv[2], rule)
-    run = Run(parse_arguments([*sys.argv[3:], "--rule", rule, "--output_dir", str(folder)]))
+    arguments = parse_arguments([*sys.argv[3:], "--rule", rule, "--output_dir", str(folder)])
+    run = training.Run(arguments)
     assert run.accelerator.num_processes == 2
     assert train(run)
     model = run.accelerator.unwrap_model(run.model)
     torch.save(model.state_dict(), f"{folder}-{run.accelerator.process_index}.pt")
     run.finish()
+
+words = [*sys.argv[3:], "--rule", "global", "--output_dir", str(Path(sys.argv[2], "sharded"))]
+run = Sharded(parse_arguments(words))  # blocks whose scores are ranked together are shards elsewhere
+assert train(run)
+run.finish()
 """
+)
 
 
 @pytest.mark.slow
@@ -1058,6 +1300,9 @@ def test_two_processes_agree_with_one_by_every_rule(base, tmp_path):
     """One launch for all rules; both processes have the same bits, and but for rounding those of one."""
     words = [*base, *"--dropout 0 --max_steps 4 --gradient_accumulation_steps 1 --eval_steps 0".split()]
     launch_two(tmp_path, EVERY_RULE, str(tmp_path / "two"), *words, "--per_device_train_batch_size", "4")
+    np.testing.assert_allclose(
+        losses(tmp_path / "two" / "sharded"), losses(tmp_path / "two" / "global"), atol=1e-4
+    )
     for rule in rules.RULES:
         ours, theirs = (torch.load(tmp_path / "two" / f"{rule}-{rank}.pt") for rank in range(2))
         assert ours.keys() == theirs.keys()
@@ -1073,3 +1318,45 @@ def test_two_processes_agree_with_one_by_every_rule(base, tmp_path):
         masks = [AutoModelForCausalLM.from_pretrained(path / "ticket").mask_arrays() for path in folders]
         same = sum(int((mask == masks[1][name]).sum()) for name, mask in masks[0].items())
         assert same >= 0.999 * sum(mask.size for mask in masks[0].values()) or rule == "bernoulli", rule
+
+
+# -- other architectures -----------------------------------------------------------------------------------
+
+
+def test_a_llama_by_a_real_launch_with_its_dense_twin(base, tmp_path):
+    """The recipe on a Llama whose sizes a file names: ticket, dense twin, card and samples."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    (tmp_path / "small.json").write_text(
+        json.dumps({**sizes, "model_type": "llama", "num_key_value_heads": 2})
+    )
+    words = ["--architecture", "llama", "--base_config", str(tmp_path / "small.json"), "--rule", "signed"]
+    words += ["--compare", "dense", "--max_steps", "4", "--save_steps", "0", "--prompt", "the cat"]
+    words += ["--output_dir", str(tmp_path / "run"), "--parameters", "*norm=trained"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    launch = {"capture_output": True, "text": True, "check": False, "env": environment}
+    done = subprocess.run([sys.executable, str(SCRIPT), *base, *words], **launch)
+    assert done.returncode == 0, done.stderr
+    assert "dense twin continues 'the cat'" in done.stdout
+    ticket = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "ticket")
+    assert type(ticket).__name__ == "SupermaskLlamaForCausalLM"
+    twin = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "dense" / "model")
+    assert type(twin).__name__ == "LlamaForCausalLM"
+    assert twin.num_parameters() == ticket.num_parameters()
+    assert ticket.config.num_key_value_heads == 2
+    assert ticket.config.vocab_size == len(AutoTokenizer.from_pretrained(tmp_path / "run" / "ticket"))
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert report["loss"] < 6
+    assert (tmp_path / "run" / "ticket" / "README.md").read_text().count("A llama model") == 1
+    verify_ticket(tmp_path / "run" / "ticket")
+
+
+def test_an_architecture_that_cannot_be_is_refused():
+    with pytest.raises(SLTError, match="'lama' cannot be made; did you mean llama"):
+        Arguments.of(architecture="lama")
+    with pytest.raises(SLTError, match="'vit' has no causal language model"):
+        Arguments.of(architecture="vit")
+    with pytest.raises(SLTError, match="n_qk is an option of GPT-2 only"):
+        Arguments.of(architecture="llama", n_qk=8)
+    of_sizes = Arguments.of(architecture="llama", n_layer=3, n_embd=64, n_head=4, rule="signed").model
+    found = of_sizes.hidden_size, of_sizes.intermediate_size, of_sizes.num_hidden_layers, of_sizes.rule
+    assert found == (64, 256, 3, "signed")

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.testing import assert_close
 from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 
-from hf_slt import SLTError, SupermaskGPT2LMHeadModel
+from hf_slt import SLTError, SupermaskGPT2ForSequenceClassification, SupermaskGPT2LMHeadModel
 from hf_slt.text.blocks import train_tokenizer
 from hf_slt.text.evaluation import evaluate_saved
 
@@ -24,6 +25,7 @@ peft = pytest.importorskip("peft")
 trl = pytest.importorskip("trl")
 lm_eval = pytest.importorskip("lm_eval")
 
+ROOT = Path(__file__).parents[2]
 WORDS = [f"w{number}" for number in range(62)]
 TIED = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 
@@ -114,6 +116,23 @@ def test_sft_trainer_trains_the_masked_model(tied, tokenizer, tmp_path):
     assert moved == before.keys()
 
 
+def test_trainer_checkpoints_an_adapter_that_was_added(tmp_path):
+    """The checkpoint has the adapter and nothing else; on the ticket it is the model that was trained."""
+    ticket = make("ticket")
+    ticket.add_adapter(peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["c_attn"]))
+    rows = Dataset.from_dict({"input_ids": IDS.tolist(), "labels": IDS.tolist()})
+    arguments = trainer_arguments(tmp_path, max_steps=2, learning_rate=0.1)
+    arguments |= {"save_steps": 2, "save_strategy": "steps"}
+    Trainer(ticket, TrainingArguments(**arguments), train_dataset=rows).train()
+    assert (tmp_path / "checkpoint-2" / "adapter_model.safetensors").exists()
+    assert not list((tmp_path / "checkpoint-2").glob("mask*"))
+    again = make("ticket")
+    bare = logits_of(again)
+    again.load_adapter(tmp_path / "checkpoint-2")
+    assert_close(logits_of(again), logits_of(ticket.eval()), rtol=1e-6, atol=1e-6)
+    assert not torch.equal(logits_of(again), bare)
+
+
 def test_training_a_ticket_says_why_not_and_what_to_load(tmp_path):
     ticket = make("ticket")
     rows = Dataset.from_dict({"input_ids": IDS.tolist(), "labels": IDS.tolist()})
@@ -123,15 +142,17 @@ def test_training_a_ticket_says_why_not_and_what_to_load(tmp_path):
     torch.optim.AdamW(ticket.parameters())
     with pytest.raises(SLTError, match="load the scores"):
         ticket(IDS, labels=IDS).loss.backward()
+    classifier = make("ticket", SupermaskGPT2ForSequenceClassification, num_labels=3)
+    with pytest.raises(SLTError, match="load the scores"):
+        classifier(IDS, labels=torch.tensor([0, 1, 2])).loss.backward()
 
 
 @pytest.mark.parametrize("embedding", ["masked", "frozen", "trained"])
 def test_the_weights_of_a_ticket_are_counted(embedding):
     scores = make("scores", embedding=embedding)
     stock = scores.merge_and_unload()
-    biases = sum(one.numel() for name, one in stock.named_parameters() if "bias" in name or "ln_" in name)
     ticket = scores.to_ticket()
-    assert ticket.num_parameters() == stock.num_parameters() - biases
+    assert ticket.num_parameters() == stock.num_parameters()
     assert sum(one.numel() for one in ticket.parameters()) == ticket.num_parameters()
     assert ticket.num_parameters(only_trainable=True) == 0
     tables = ticket.num_parameters() - ticket.num_parameters(exclude_embeddings=True)
@@ -174,16 +195,19 @@ def test_lm_eval_measures_a_ticket(tokenizer, tmp_path):
 @pytest.mark.slow
 def test_the_tasks_of_the_recipes_by_the_command_of_lm_eval(tmp_path):
     """The command as the page has it, in a process that knows the ticket by its own code alone."""
-    tasks = shutil.copytree(
-        Path(__file__).parents[2] / "recipes" / "lm_eval", tmp_path / "recipes" / "lm_eval"
-    )
+    tasks = shutil.copytree(ROOT / "recipes" / "lm_eval", tmp_path / "recipes" / "lm_eval")
     text = "A ticket is a seed and a mask.\n\nThe seed draws every weight; naïve, déjà vu!  \n" * 9
     (tmp_path / "unseen.txt").write_text(text)
     words = train_tokenizer([text], 300, 64)
-    make("ticket", vocab_size=len(words), bos_token_id=0, eos_token_id=0).save_ticket(tmp_path / "ticket")
-    words.save_pretrained(tmp_path / "ticket")
-    command = "-m lm_eval --model hf --model_args pretrained=ticket,trust_remote_code=True --device cpu"
-    command += " --include_path recipes/lm_eval --tasks text_file,choices --output_path out --log_samples"
+    folder = tmp_path / "runs" / "mine" / "ticket"
+    model = make("ticket", vocab_size=len(words), bos_token_id=0, eos_token_id=0)
+    model.save_ticket(folder, encoding="entropy")  # as the presets do
+    words.save_pretrained(folder)
+    pages = [page.read_text() for page in (ROOT / "docs").rglob("*.md")]
+    blocks = [block for page in pages for block in re.findall(r"```bash\n(.*?)```", page, re.S)]
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    (command,) = [line for line in lines if line.startswith("lm_eval ")]
+    command = f"-m {command} --output_path out --log_samples"
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
     done = subprocess.run(
         [sys.executable, *command.split()], cwd=tmp_path, env=environment, capture_output=True, text=True
@@ -193,11 +217,10 @@ def test_the_tasks_of_the_recipes_by_the_command_of_lm_eval(tmp_path):
     found = json.loads(path.read_text())["results"]
 
     files, block = [str(tmp_path / "unseen.txt")], 64
-    ours = evaluate_saved(str(tmp_path / "ticket"), files, block_size=block, stride=block)
+    ours = evaluate_saved(str(folder), files, block_size=block, stride=block)
     assert ours["tokens"] > 3 * block
     assert found["text_file"]["bits_per_byte,none"] == pytest.approx(ours["bits_per_byte"], abs=1e-6)
 
-    model = SupermaskGPT2LMHeadModel.from_pretrained(tmp_path / "ticket")
     questions = [json.loads(line) for line in (tasks / "choices.jsonl").read_text().splitlines()]
     (path,) = tmp_path.glob("out/**/samples_choices_*.jsonl")
     samples = sorted(map(json.loads, path.read_text().splitlines()), key=lambda sample: sample["doc_id"])
@@ -214,3 +237,14 @@ def test_the_tasks_of_the_recipes_by_the_command_of_lm_eval(tmp_path):
         assert [float(one[0]) for one in sample["filtered_resps"]] == pytest.approx(sums, rel=1e-4)
         right += max(range(len(sums)), key=sums.__getitem__) == question["answer"]
     assert found["choices"]["acc,none"] == pytest.approx(right / len(questions))
+
+
+def test_transformers_serve_loads_the_merged_model(tmp_path):
+    """It looks classes up in transformers itself, so a ticket has to be merged: docs/run_elsewhere.md says so."""
+    manager = pytest.importorskip("transformers.cli.serving.model_manager").ModelManager(device="cpu")
+    ticket = make("ticket")
+    ticket.save_ticket(tmp_path / "ticket")
+    ticket.merge_and_unload().save_pretrained(tmp_path / "stock")
+    assert_close(logits_of(manager._load_model(f"{tmp_path / 'stock'}@main")), logits_of(ticket))
+    with pytest.raises(AttributeError, match="SupermaskGPT2LMHeadModel"):  # when this fails: mend the page
+        manager._load_model(f"{tmp_path / 'ticket'}@main")

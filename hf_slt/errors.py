@@ -1,0 +1,62 @@
+"""The errors that hf_slt raises for what a user can mend."""
+
+import unicodedata
+
+
+def printable(text: str) -> str:
+    r"""Return a text that changes no terminal: control characters of a stranger's file are written as escapes.
+
+    Args:
+        text (`str`):
+            Any text.
+
+    Returns:
+        `str`: the text with escapes in place of control characters. Line breaks, tabs and all kinds of space stay.
+
+    Example:
+
+    >>> printable("a" + chr(27) + "[2Jb")
+    'a\\x1b[2Jb'
+    >>> printable("5" + chr(160) + "km") == "5" + chr(160) + "km"
+    True
+    """
+    return "".join(
+        one if one.isprintable() or one in "\n\t" or unicodedata.category(one) == "Zs" else repr(one)[1:-1]
+        for one in text
+    )
+
+
+class SLTError(ValueError):
+    """Something the user can mend. The message names the value and what to do.
+
+    Args:
+        message (`object`, defaults to `""`):
+            What is wrong, with the value and what to do.
+    """
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(printable(str(message)))
+
+
+class TicketError(SLTError):
+    """A ticket is damaged, incomplete, of another backbone or of an unknown version."""
+
+
+class MismatchError(TicketError, RuntimeError):
+    """A ticket does not fit the configuration it is loaded with. transformers raises `RuntimeError` there."""
+
+
+def require(condition: object, message: str) -> None:
+    """Raise `ValueError` with this message unless the condition is true.
+
+    Args:
+        condition (`object`):
+            What has to be true.
+        message (`str`):
+            Text of the error.
+
+    Raises:
+        `ValueError`: if the condition is false.
+    """
+    if not condition:
+        raise ValueError(message)

@@ -1,0 +1,95 @@
+"""What a forward pass has computed so far, to be used again in it.
+
+A tied table is read twice in a forward, and a joint rule selects for all tensors at once: both should be
+computed once. In a training step the result must not outlive the forward, because the next step has other
+scores. `fixed_masks` extends the lifetime to a whole block of code in which no score changes, such as the
+generation of a text.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar, Token
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass
+class ForwardCache:
+    """Results by what they are of.
+
+    Args:
+        keeps_all (`bool`, defaults to `False`):
+            Whether every computed parameter is kept (within `fixed_masks`), or only those that a forward
+            reads more than once.
+        results (`dict[Any, Any]`, *optional*):
+            What was computed, by a key that names it.
+    """
+
+    keeps_all: bool = False
+    results: dict[Any, Any] = field(default_factory=dict)
+
+
+_cache: ContextVar[ForwardCache | None] = ContextVar("hf_slt_forward_cache", default=None)
+
+
+def forward_cache() -> ForwardCache | None:
+    """Return what the current forward has computed so far.
+
+    Returns:
+        `ForwardCache | None`: the cache of the forward that this thread is in; None outside of a forward, and
+        under torch.compile.
+    """
+    return None if torch.compiler.is_compiling() else _cache.get()
+
+
+@contextmanager
+def fixed_masks() -> Iterator[None]:
+    """Compute every masked weight once within this block. No score may change inside.
+
+    It has an effect only where gradients are disabled, because a graph cannot be used for two backward passes.
+
+    Example:
+
+    ```python
+    >>> with torch.no_grad(), fixed_masks():  # doctest: +SKIP
+    ...     for batch in batches:
+    ...         model(**batch)
+    ```
+    """
+    token = _cache.set(ForwardCache(keeps_all=True))
+    try:
+        yield
+    finally:
+        _cache.reset(token)
+
+
+def share_within_forward(model: nn.Module) -> None:
+    """Let each outermost forward of a model share what it computes.
+
+    Args:
+        model (`nn.Module`):
+            A model that learns.
+    """
+    model.register_forward_pre_hook(_begin_forward)
+    model.register_forward_hook(_end_forward, always_call=True)
+
+
+# The forward that opened the cache of this thread, with the token that closes it.
+_opened: ContextVar[tuple[nn.Module, Token] | None] = ContextVar("hf_slt_opened", default=None)
+
+
+def _begin_forward(module: nn.Module, _arguments: Any) -> None:
+    if not torch.compiler.is_compiling() and _cache.get() is None:
+        _opened.set((module, _cache.set(ForwardCache())))
+
+
+def _end_forward(module: nn.Module, _arguments: Any, _output: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    opened = _opened.get()
+    if opened is not None and opened[0] is module:
+        _opened.set(None)
+        _cache.reset(opened[1])

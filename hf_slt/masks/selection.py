@@ -1,0 +1,361 @@
+"""Which scores are the largest: the selections that mask rules are made of.
+
+    keep_largest      the `count` largest, or largest in magnitude; ties: the lower index stays
+    keep_in_groups    the n largest in magnitude of every m
+    keep_by_chance    with probability sigmoid(score), the same for the same scores
+
+Selection is exact, and remembers nothing: it cannot be out of date, however the scores were changed.
+
+On a CPU the threshold is bracketed by a sample, in pieces that stay in a core's cache: one read of the scores
+and one write of the mask is nearly all the traffic to memory, where temporaries of full size would cost more
+than the arithmetic. On other devices two histograms find it, and no operator waits for the device.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_PIECE = 1 << 19  # values at a time on a CPU: two megabytes
+_DIGITS = 1 << 16  # bins of a histogram: values of half of the bits
+_SAMPLE = 1 << 14  # below this size, choosing among all is quicker than bracketing the threshold by a sample
+
+
+def kept_count(density: float, size: int) -> int:
+    """Return how many of `size` weights a density keeps: the nearest integer, at least one.
+
+    Args:
+        density (`float`):
+            Fraction kept.
+        size (`int`):
+            Number of weights.
+
+    Returns:
+        `int`: number of weights kept.
+
+    Example:
+
+    >>> kept_count(1 - 0.9, 10)
+    1
+    """
+    return max(1, min(size, round(density * size)))
+
+
+def piece_size(tensor: Tensor) -> int:
+    """Return how many values to work on at a time: as many as stay in a core's cache, or keep another device busy.
+
+    Args:
+        tensor (`Tensor`):
+            Any tensor on the device.
+
+    Returns:
+        `int`: number of values.
+    """
+    return _PIECE if tensor.device.type == "cpu" else 1 << 24
+
+
+def keep_largest(values: Tensor, count: int, magnitude: bool = False) -> Tensor:
+    """Return the boolean mask of the `count` largest values. Ties go to the lower (row-major) index.
+
+    Args:
+        values (`Tensor`):
+            Scores of one tensor.
+        count (`int`):
+            How many to keep.
+        magnitude (`bool`, defaults to `False`):
+            Whether values are compared by magnitude.
+
+    Returns:
+        `Tensor`: the mask, in the shape of the values.
+
+    Raises:
+        `ValueError`: if there are not so many values, or some are not finite.
+
+    Example:
+
+    >>> keep_largest(torch.tensor([3., 1., 2., 2.]), 2).tolist()
+    [True, False, True, False]
+    """
+    return keep_largest_of_all([values], count, magnitude)[0]
+
+
+def keep_largest_of_all(values: Sequence[Tensor], count: int, magnitude: bool = False) -> list[Tensor]:
+    """Do the same for several tensors that are ranked together, as if one followed the other.
+
+    Args:
+        values (`Sequence[Tensor]`):
+            Scores of each tensor.
+        count (`int`):
+            How many to keep of all together.
+        magnitude (`bool`, defaults to `False`):
+            Whether values are compared by magnitude.
+
+    Returns:
+        `list[Tensor]`: a mask for each tensor.
+
+    Raises:
+        `ValueError`: if there are not so many values.
+    """
+    if not 0 < count <= sum(one.numel() for one in values):
+        raise ValueError(f"cannot keep {count} of {sum(one.numel() for one in values)} values")
+    mask = _keep_largest_op([one.detach() for one in values], count, magnitude)
+    parts = mask.split([one.numel() for one in values])
+    return [part.view(one.shape) for part, one in zip(parts, values, strict=True)]
+
+
+# One operator, so that torch.compile, torch.export and torch.func take it as it is.
+@torch.library.custom_op("hf_slt::keep_largest", mutates_args=())
+def _keep_largest_op(values: list[Tensor], count: int, magnitude: bool) -> Tensor:
+    # Contiguous on purpose: the order of ties is row-major whatever the strides.
+    flats = [one.contiguous().view(-1) for one in values]
+    return (keep_by_sample if flats[0].device.type == "cpu" else keep_by_digits)(flats, count, magnitude)
+
+
+@_keep_largest_op.register_fake
+def _(values: list[Tensor], count: int, magnitude: bool) -> Tensor:
+    return values[0].new_empty(sum(one.numel() for one in values), dtype=torch.bool)
+
+
+@torch.library.register_vmap("hf_slt::keep_largest")
+def _(info, in_dims, values: list[Tensor], count: int, magnitude: bool):
+    dims = in_dims[0]
+    masks = [
+        _keep_largest_op(
+            [one if at is None else one.select(at, place) for one, at in zip(values, dims, strict=True)],
+            count,
+            magnitude,
+        )
+        for place in range(info.batch_size)
+    ]
+    return torch.stack(masks), 0
+
+
+# -- on a CPU ------------------------------------------------------------------------------------------
+
+
+def keep_by_sample(flats: Sequence[Tensor], count: int, magnitude: bool = False) -> Tensor:
+    """Count what lies above a bracket of the threshold, collect what lies inside, choose among that only.
+
+    Args:
+        flats (`Sequence[Tensor]`):
+            Scores of each tensor, as rows.
+        count (`int`):
+            How many to keep of all together.
+        magnitude (`bool`, defaults to `False`):
+            Whether values are compared by magnitude.
+
+    Returns:
+        `Tensor`: one mask for all, as a row.
+    """
+    for low, high in _brackets(flats, count, magnitude):
+        mask = _keep_between(flats, count, magnitude, low, high)
+        if mask is not None:
+            return mask
+    raise AssertionError("the last bracket holds everything")
+
+
+def _brackets(flats: Sequence[Tensor], count: int, magnitude: bool) -> Iterator[tuple[float, float]]:
+    """Where a sample says the threshold is (Floyd and Rivest); then everywhere, if it was not typical."""
+    size = sum(map(len, flats))
+    if size > _SAMPLE:
+        # One value in so many: sample and bracket then grow alike, as size ** (2/3).
+        sample = torch.cat([flat[:: round(size ** (1 / 3))] for flat in flats])
+        sample = sample.abs() if magnitude else sample
+        place = count * len(sample) / size
+        deviation = max(1.0, (place * (1 - place / len(sample))) ** 0.5)  # if it were random
+        for width in (2.5, 10):
+            above, below = int(place - width * deviation), int(place + width * deviation) + 1
+            # The largest but so many: by quickselect, which is quicker than to sort even a sample.
+            high = sample.kthvalue(len(sample) - above).values.item() if above >= 0 else math.inf
+            low = sample.kthvalue(len(sample) - below).values.item() if below < len(sample) else -math.inf
+            yield low, high
+    yield -math.inf, math.inf
+
+
+def _keep_between(
+    flats: Sequence[Tensor], count: int, magnitude: bool, low: float, high: float
+) -> Tensor | None:
+    """Return the mask if the threshold lies in low .. high.
+
+    Each piece is one task of a thread, by NumPy. An operator of torch would divide every piece among all threads
+    and wait for the slowest of them, which takes long where another process has a core.
+    """
+    mask = np.empty(sum(map(len, flats)), bool)
+    pieces = [piece for flat in flats for piece in flat.split(_PIECE)]
+    starts = np.cumsum([0, *map(len, pieces)]).tolist()
+
+    def rank(number: int) -> tuple[np.ndarray, np.ndarray, int, float]:
+        """Mark what is above the bracket in one piece. Return places and values of what is inside."""
+        # Not `numpy()`: that makes the storage of a parameter one that FSDP cannot free any more.
+        values, start = np.from_dlpack(pieces[number].detach()), starts[number]
+        values = np.abs(values) if magnitude else values
+        kept = mask[start : start + len(values)]
+        np.greater(values, high, out=kept)
+        close = np.greater_equal(values, low)
+        close ^= kept
+        found = np.flatnonzero(close)
+        return found + start, values[found], int(np.count_nonzero(kept)), float(values.sum())
+
+    if len(pieces) > 1 and (threads := torch.get_num_threads()) > 1:
+        with ThreadPoolExecutor(min(threads, len(pieces))) as pool:  # NumPy releases the interpreter lock
+            parts = list(pool.map(rank, range(len(pieces))))
+    else:
+        parts = [rank(number) for number in range(len(pieces))]
+    places, inside, above, totals = zip(*parts, strict=True)
+    if not math.isfinite(sum(totals)):  # one bad score is enough
+        raise ValueError(
+            "scores are not finite, so they cannot be ranked: the loss diverged or a checkpoint is "
+            "damaged; lower the learning rate or clip gradients"
+        )
+    place, value, wanted = np.concatenate(places), np.concatenate(inside), count - sum(above)
+    if not 0 < wanted <= len(value):
+        return None
+    threshold = np.partition(value, -wanted)[-wanted]
+    mask[place[value > threshold]] = True
+    missing = wanted - np.count_nonzero(value > threshold)
+    mask[place[value == threshold][:missing]] = True
+    return torch.from_numpy(mask)
+
+
+# -- on any device, without waiting for it -------------------------------------------------------------
+
+
+def keep_by_digits(flats: Sequence[Tensor], count: int, magnitude: bool = False) -> Tensor:
+    """Return the mask of `keep_by_sample` for float32 values, by operators that a device can queue.
+
+    The host reads nothing back.
+
+    Floats are ordered as integers by their bits. The values are swept three times: a histogram of the upper 16 bits
+    finds those of the threshold, a histogram of the lower 16 bits among them finds the threshold itself, and the
+    mask is written. Values that are not finite are not noticed here: the norm of their gradient is not finite
+    either. The integers of one tensor are kept; those of several, which may be all scores of a model, are made
+    anew for every sweep.
+
+    Args:
+        flats (`Sequence[Tensor]`):
+            Scores of each tensor, as rows.
+        count (`int`):
+            How many to keep of all together.
+        magnitude (`bool`, defaults to `False`):
+            Whether values are compared by magnitude.
+
+    Returns:
+        `Tensor`: one mask for all, as a row.
+    """
+    pieces = [piece for flat in flats for piece in flat.split(piece_size(flat)) if len(piece)]
+    kept = [_ordered_bits(piece, magnitude) for piece in pieces] if len(flats) == 1 else None
+
+    def keys() -> Iterable[Tensor]:
+        return kept or (_ordered_bits(piece, magnitude) for piece in pieces)
+
+    def lower_digits() -> Iterator[Tensor]:
+        """Yield 1 plus the lower bits where the upper ones are those found; 0 below, _DIGITS + 1 above."""
+        for some in keys():
+            yield some.add_(start).clamp_(0, _DIGITS + 1)
+
+    dropped = sum(map(len, flats)) - count
+    one = torch.ones((), dtype=torch.int64, device=flats[0].device)
+    histograms = torch.zeros(2, _DIGITS + 2, dtype=torch.int64, device=flats[0].device)
+    for some in keys():
+        histograms[0].index_add_(0, some >> 16, one.expand(len(some)))
+    upper = torch.searchsorted(histograms[0].cumsum(0), dropped, right=True)
+    start = torch.sub(one, upper, alpha=_DIGITS)  # plus this, keys with these upper bits are 1 to _DIGITS
+    for digits in lower_digits():
+        histograms[1].index_add_(0, digits, one.expand(len(digits)))
+    at_most = histograms[1].cumsum(0)
+    lower = torch.searchsorted(at_most, dropped, right=True)
+    wanted: Any = at_most.take(lower) - dropped  # so many ties stay
+    mask = torch.empty(sum(map(len, flats)), dtype=torch.bool, device=flats[0].device)
+    parts = mask.split([len(piece) for piece in pieces])
+    for digits, part in zip(kept or lower_digits(), parts, strict=True):
+        tie_ranks = (digits == lower).cumsum(0, dtype=torch.int32)
+        torch.gt(
+            digits.add_(tie_ranks <= wanted), lower, out=part
+        )  # a tie counts as one more, while some stay
+        if len(pieces) > 1:
+            wanted = wanted - tie_ranks[-1]
+    return mask
+
+
+def _ordered_bits(flat: Tensor, magnitude: bool) -> Tensor:
+    """Return integers from 0 in the order of the values: in 32 bits, or in 64 where there are signs."""
+    if magnitude:
+        return flat.float().abs().view(torch.int32)
+    bits = (flat.float() + 0.0).view(torch.int32)  # + 0.0: no minus zero, which is a zero
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() + 2**31  # negative numbers the other way round
+
+
+# -- other selections ----------------------------------------------------------------------------------
+
+
+def keep_in_groups(scores: Tensor, few: int, many: int, dim: int) -> Tensor:
+    """Keep the `few` largest in magnitude of every `many` along a dimension. Ties go to the lower index.
+
+    Args:
+        scores (`Tensor`):
+            Scores of a matrix.
+        few (`int`):
+            How many to keep of each group.
+        many (`int`):
+            Size of a group.
+        dim (`int`):
+            The dimension along which groups lie.
+
+    Returns:
+        `Tensor`: the mask.
+
+    Example:
+
+    >>> keep_in_groups(torch.tensor([[3., -4., 1., 2.]]), 2, 4, 1).tolist()
+    [[True, True, False, False]]
+    """
+    groups = scores.detach().abs().unflatten(dim, (-1, many)).unbind(dim + 1)
+    ahead = [torch.zeros_like(groups[0], dtype=torch.uint8) for _ in groups]  # how many come before it
+    for second in range(many):
+        for first in range(second):
+            wins = groups[first] >= groups[second]
+            ahead[second] = ahead[second] + wins
+            ahead[first] = ahead[first] + ~wins
+    return torch.stack([place < few for place in ahead], dim + 1).flatten(dim, dim + 1)
+
+
+def keep_by_chance(scores: Tensor, seed: int, name: str) -> Tensor:
+    """Keep each weight with probability sigmoid(score), by a hash of its index, the seed, the name and all scores.
+
+    A step changes the scores, and with them every chance. To repeat it needs no state beside them.
+
+    Args:
+        scores (`Tensor`):
+            Scores of one tensor.
+        seed (`int`):
+            Seed of the model.
+        name (`str`):
+            Name of the tensor.
+
+    Returns:
+        `Tensor`: the mask.
+    """
+    name_key = seed
+    for letter in name:  # by hand: torch.compile knows no hash of Python's
+        name_key = (31 * name_key + ord(letter)) % 2**31
+    flat = scores.detach().reshape(-1)
+    # A sum of integers has no order: the same on all devices and with any number of threads.
+    key = (flat.view(torch.int32).sum(dtype=torch.int64) + name_key).to(torch.int32)
+    kept, start = [], 0
+    for part in flat.split(piece_size(flat)):
+        place = torch.arange(start, start + len(part), dtype=torch.int32, device=part.device)
+        chance = (_hash(_hash(place) ^ key) >> 8) & 0xFFFFFF  # 24 bits, as many as a float holds
+        kept.append(chance < part.sigmoid() * 2**24)
+        start += len(part)
+    return torch.cat(kept).view(scores.shape)
+
+
+def _hash(words: Tensor) -> Tensor:
+    """Mix 32 bits so that neighbours have nothing in common (the finaliser of MurmurHash3)."""
+    words = (words ^ ((words >> 16) & 0xFFFF)) * -2048144789
+    words = (words ^ ((words >> 13) & 0x7FFFF)) * -1028477387
+    return words ^ ((words >> 16) & 0xFFFF)

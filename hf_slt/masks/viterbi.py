@@ -1,0 +1,231 @@
+"""The path through a trellis that is nearest to given numbers, in squared error (Viterbi, 1967).
+
+    least_i(q) = min over j of cost_(i-1)(q + j * 2**(L-k))          the states that shift to q
+    cost_i(s)  = least_i(s >> k) + (target_i - table[s]) ** 2
+
+Of equal costs the lowest state wins. A path bites its own tail: the state before the first weight is that after
+the last (`hf_slt/weights/trellis.py`). That state is found first, by a free search over the end and the beginning
+of the row; the whole row is then searched from it and back to it.
+
+Two versions give the same codes: one of torch operators, for any device, and a loop that Numba compiles, for a
+CPU. All of it is float32, each operation rounded by itself and in the same order. In the loop 32 rows go side
+by side, which fill vector registers; the costs of 256 states then just fit a core's first cache.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..weights.trellis import memory_of
+
+LANES = 32  # rows side by side
+_SETTLED = 5  # times the memory of a state: after so many weights, paths from all starts have met
+
+
+def nearest_path(targets: Tensor, table: Tensor, bits: int) -> Tensor:
+    """Return the codes of the path nearest to each row of targets.
+
+    Args:
+        targets (`Tensor`):
+            What the weights should be, float32, (rows, inputs).
+        table (`Tensor`):
+            The number of every state, float32, on the same device.
+        bits (`int`):
+            Bits per code.
+
+    Returns:
+        `Tensor`: codes in uint8, (rows, inputs).
+    """
+    search = _compiled_search if targets.device.type == "cpu" else searched_by_torch
+    return tail_biting(search, targets, table, bits)
+
+
+Search = Callable[[Tensor, Tensor, int, Tensor | None], Tensor]
+
+
+def tail_biting(search: Search, targets: Tensor, table: Tensor, bits: int) -> Tensor:
+    """Return the codes of paths that end where they began, by a search from given states.
+
+    Args:
+        search (`Search`):
+            Finds the nearest paths, free ones or from and to given states.
+        targets (`Tensor`):
+            What each weight should be, (rows, inputs), in units of the table.
+        table (`Tensor`):
+            The number of each state.
+        bits (`int`):
+            Bits per code.
+
+    Returns:
+        `Tensor`: codes in uint8, (rows, inputs).
+    """
+    state_bits = (len(table) - 1).bit_length()
+    memory = memory_of(bits, state_bits)
+    reach = min(targets.shape[1], _SETTLED * memory)
+    window = torch.cat([targets[:, -reach:], targets[:, :reach]], 1)
+    around = search(window, table, bits, None)
+    ends = torch.zeros(len(targets), dtype=torch.int32, device=targets.device)
+    for back in range(memory):
+        ends |= around[:, reach - 1 - back].int() << (bits * back)
+    return search(targets, table, bits, ends & (len(table) - 1))
+
+
+# -- by operators of torch ---------------------------------------------------------------------------------
+
+
+def searched_by_torch(targets: Tensor, table: Tensor, bits: int, ends: Tensor | None) -> Tensor:
+    """Return the codes of the nearest paths: free ones, or from and to the states `ends`.
+
+    Args:
+        targets (`Tensor`):
+            What each weight should be, (rows, inputs), in units of the table.
+        table (`Tensor`):
+            The number of each state.
+        bits (`int`):
+            Bits per code.
+        ends (`Tensor` or `None`):
+            The state before the first and after the last weight of each row; None leaves both free.
+
+    Returns:
+        `Tensor`: codes in uint8, (rows, inputs).
+    """
+    rows, length = targets.shape
+    states, branches = len(table), 1 << bits
+    numbers = torch.arange(states, device=targets.device)
+    cost = torch.zeros(rows, states, device=targets.device)
+    if ends is not None:
+        cost.masked_fill_(numbers != ends[:, None], torch.inf)
+    came = []
+    for place in range(length):
+        least, *others = cost.view(rows, branches, -1).unbind(1)
+        origin = torch.zeros_like(least, dtype=torch.uint8)
+        for branch, other in enumerate(others, 1):
+            better = other < least
+            least, origin = torch.where(better, other, least), origin.masked_fill(better, branch)
+        came.append(origin)
+        distance = targets[:, place, None] - table
+        cost = least.repeat_interleave(branches, 1) + distance * distance
+    if ends is None:
+        ties = cost == cost.amin(1, keepdim=True)
+        state = torch.where(ties, numbers, states).amin(1)
+    else:
+        state = ends.long()
+    codes = torch.empty(rows, length, dtype=torch.uint8, device=targets.device)
+    for place in range(length - 1, -1, -1):
+        codes[:, place] = (state & (branches - 1)).to(torch.uint8)
+        shifted = state >> bits
+        origin = came[place].gather(1, shifted[:, None]).squeeze(1).long()
+        state = shifted + origin * (states >> bits)
+    return codes
+
+
+# -- compiled ----------------------------------------------------------------------------------------------
+
+
+def _compiled_search(targets: Tensor, table: Tensor, bits: int, ends: Tensor | None) -> Tensor:
+    """Return the same by the compiled loop, on as many threads as torch uses."""
+    rows, length = targets.shape
+    groups = -(-rows // LANES)
+    lanes = torch.zeros(groups * LANES, length)
+    lanes[:rows] = targets
+    lanes = lanes.view(groups, LANES, length).transpose(1, 2).contiguous()
+    last = np.full(groups * LANES, -1, np.int32)
+    if ends is not None:
+        last[:rows] = ends.numpy()
+    codes = np.empty((groups, length, LANES), np.uint8)
+    threads = min(torch.get_num_threads(), groups)
+    parts = [slice(groups * part // threads, groups * (part + 1) // threads) for part in range(threads)]
+    search, numbers = _kernel(), np.ascontiguousarray(table.numpy())
+
+    def work(part: slice) -> None:
+        search(lanes.numpy()[part], numbers, bits, last.reshape(groups, LANES)[part], codes[part])
+
+    if threads == 1:
+        work(parts[0])
+    else:
+        with ThreadPoolExecutor(threads) as pool:  # the loop releases the interpreter's lock
+            list(pool.map(work, parts))
+    return torch.from_numpy(codes).transpose(1, 2).reshape(-1, length)[:rows].contiguous()
+
+
+@cache
+def _kernel() -> Any:
+    """Compile the loop, or take it from the cache of an earlier process. Numba is imported only for it."""
+    import numba
+
+    options: Any = {"nogil": True, "error_model": "numpy"}
+    try:
+        return numba.njit(cache=True, **options)(search_groups)
+    except RuntimeError:  # no folder to write a cache to
+        return numba.njit(**options)(search_groups)
+
+
+def search_groups(targets: Any, table: Any, bits: Any, ends: Any, codes: Any) -> None:
+    """Search groups of rows: targets (groups, inputs, lanes) to codes of the same shape.
+
+    `ends` (groups, lanes) are the states before the first and after the last weight; -1 leaves both free.
+
+    Args:
+        targets:
+            What each weight should be, (groups, inputs, lanes).
+        table:
+            The number of each state.
+        bits:
+            Bits per code.
+        ends:
+            States before the first and after the last weight, (groups, lanes); -1 leaves both free.
+        codes:
+            Array of the shape of the targets that the codes are written to.
+    """
+    groups, length, lanes = targets.shape
+    states, branches = len(table), 1 << bits
+    width = (states >> bits) * lanes
+    cost = np.empty(states * lanes, np.float32)
+    least = np.empty(width, np.float32)
+    came = np.empty((length, width), np.uint8)
+    for group in range(groups):
+        for state in range(states):
+            for lane in range(lanes):
+                end = ends[group, lane]
+                cost[state * lanes + lane] = 0.0 if end < 0 or end == state else np.inf
+        for place in range(length):
+            origin = came[place]
+            # One loop over states and rows at once, without a branch: compilers make vectors of it.
+            first, second = cost[:width], cost[width : 2 * width]
+            if branches == 2:
+                for at in range(width):
+                    a, b = first[at], second[at]
+                    least[at] = b if b < a else a
+                    origin[at] = np.uint8(1) if b < a else np.uint8(0)
+            else:
+                third, fourth = cost[2 * width : 3 * width], cost[3 * width : 4 * width]
+                for at in range(width):
+                    a, b, c, d = first[at], second[at], third[at], fourth[at]
+                    low, high = b if b < a else a, d if d < c else c
+                    of_low = np.uint8(1) if b < a else np.uint8(0)
+                    of_high = np.uint8(3) if d < c else np.uint8(2)
+                    least[at] = high if high < low else low
+                    origin[at] = of_high if high < low else of_low
+            wanted = targets[group, place]
+            for state in range(states):
+                number, start = table[state], (state >> bits) * lanes
+                before, after = least[start : start + lanes], cost[state * lanes : (state + 1) * lanes]
+                for lane in range(lanes):
+                    distance = wanted[lane] - number
+                    after[lane] = before[lane] + distance * distance
+        for lane in range(lanes):
+            state = ends[group, lane]
+            if state < 0:
+                state = 0
+                for other in range(1, states):
+                    if cost[other * lanes + lane] < cost[state * lanes + lane]:
+                        state = other
+            for place in range(length - 1, -1, -1):
+                codes[group, place, lane] = state & (branches - 1)
+                shifted = state >> bits
+                state = shifted + came[place, shifted * lanes + lane] * (states >> bits)
