@@ -110,7 +110,8 @@ class Browser:
             self.ask("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code)
 
     def click(self, selector: str) -> None:
-        """A real click in the middle of an element."""
+        """A real click in the middle of an element, once the page no longer adds pictures that would move it."""
+        self.wait("document.getElementById('gallery').getAttribute('aria-busy') === 'false'")
         self.run(f"document.querySelector({json.dumps(selector)}).scrollIntoView({{block: 'center'}})")
         box = self.run(f"document.querySelector({json.dumps(selector)}).getBoundingClientRect().toJSON()")
         place = {"x": box["x"] + box["width"] / 2, "y": box["y"] + box["height"] / 2}

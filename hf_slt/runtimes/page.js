@@ -30,6 +30,7 @@
     $("viewer").hidden = true;
     $("checks").replaceChildren();
     $("gallery").replaceChildren();
+    $("gallery").setAttribute("aria-busy", "false");
     document.querySelector("[value=trained]").checked = true;
     let right = 0, all = 0;
     const rows = {};
@@ -235,6 +236,7 @@
   // All pictures, block by block.
   async function hang(ticket) {
     const own = (hanging = {}), table = model.table, gallery = document.createDocumentFragment(), groups = {};
+    $("gallery").setAttribute("aria-busy", "true");
     readColours();
     const plain = `${table}` === "0,1";
     $("legend").textContent = (ticket.config.state_bits
@@ -267,6 +269,7 @@
     $("gallery").replaceChildren(gallery);
     const before = look && ticket.tensors[look.tensor.name];
     if (masked.length) choose(before ?? ticket.tensors["h.0.attn.c_attn.query"] ?? masked[0], look?.row, look?.column);
+    $("gallery").setAttribute("aria-busy", "false");
   }
 
   function choose(tensor, row = Math.floor(tensor.shape[0] / 2), column = Math.floor(tensor.shape[1] / 2)) {
