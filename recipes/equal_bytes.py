@@ -76,24 +76,26 @@ class Contestant:
 
 
 def ticket_search(option: str, value: Any) -> Options:
-    """Return the trials of a ticket: 8, as for every contestant. One of them is of an option of its rule."""
+    """Return the trials of a ticket: 10, as for every contestant. One of them is of an option of its rule."""
     return (
         ("learning_rate", (2.5e-3, 1e-2)),
         ("weight_learning_rate", (1.5e-3, 6e-3)),
         ("score_decay", (0.2, 1.0)),
         (option, (value,)),
         ("n_layer", (2,)),
+        ("relaxed_steps", (0.5, 0.8)),
     )
 
 
 def dense_search(step: str) -> Options:
-    """Return the trials of a rounded model: 8, as for every contestant."""
+    """Return the trials of a rounded model: 10, as for every contestant."""
     return (
         ("weight_learning_rate", (2e-3, 8e-3)),
         ("dense_std", (0.04, 0.16)),
         ("weight_decay", (0.0, 0.5)),
         ("step", (step,)),
         ("n_layer", (2,)),
+        ("relaxed_steps", (0.5, 0.8)),
     )
 
 

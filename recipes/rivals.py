@@ -10,7 +10,8 @@
     step "mean"      float16, for every row: its mean magnitude, as in BitNet b1.58
 
 Dense models are stock GPT-2 with the same text, tokenizer, tokens and loop as the tickets. The gradient passes
-through the rounding, for weights within half a level of the outermost ones.
+through the rounding, for weights within half a level of the outermost ones. Where `relaxed_steps` lets tickets train
+without a mask at first, dense models train without rounding.
 
 Bytes are those of a whole file on both sides: a deflated description, steps or scales, vectors, and codes
 as hf_slt.tickets.entropy codes them. The tokenizer is in neither file.
@@ -97,12 +98,16 @@ class Rounded(nn.Module):
     def __init__(self, weight: Tensor, levels: int, step: str, axis: int) -> None:
         super().__init__()
         self.levels, self.step, self.axis = levels, step, axis
+        self.relaxed = False  # whether training steps use the weights as they are
         if step == "learned":
-            mean = weight.detach().abs().mean(axis)
-            self.register_buffer("first_step", 2 * mean / ((levels - 1) / 2) ** 0.5)
+            self.register_buffer("first_step", self.usual_step(weight))
             self.gain = nn.Parameter(
-                torch.ones_like(mean)
+                torch.ones_like(self.first_step)
             )  # near 1, as AdamW's steps have one length for all
+
+    def usual_step(self, weight: Tensor) -> Tensor:
+        """Return the steps that LSQ starts from: by the mean magnitude of what shares a step."""
+        return 2 * weight.detach().abs().mean(self.axis) / ((self.levels - 1) / 2) ** 0.5
 
     def steps(self, weight: Tensor) -> Tensor:
         """Return the step of every row or column, as it is stored."""
@@ -115,6 +120,8 @@ class Rounded(nn.Module):
         return steps.unsqueeze(self.axis)
 
     def forward(self, weight: Tensor) -> Tensor:
+        if self.relaxed and self.training:
+            return weight
         if self.step == "largest":
             return weight + (round_groups(weight.detach(), self.levels)[0] - weight).detach()
         steps, centre = self.steps(weight), (self.levels - 1) / 2
@@ -214,6 +221,15 @@ class RoundedRun(TimedRun):
                 parametrize.register_parametrization(module, name, way)
         model.lm_head = TiedHead(model.transformer.wte)
         return super()._prepare(model)
+
+    def begin_step(self) -> None:
+        """Round from the step on at which tickets begin to use a mask; learned steps then start from the weights."""
+        for module in self.accelerator.unwrap_model(self.model).modules():
+            if isinstance(module, parametrize.ParametrizationList) and isinstance(module[0], Rounded):
+                module[0].relaxed = self.is_relaxed
+                if 0 < self.done == self.relaxed_steps and module[0].step == "learned":
+                    module[0].first_step.copy_(module[0].usual_step(module.original))
+        super().begin_step()
 
 
 def rounded_optimizer(

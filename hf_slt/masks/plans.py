@@ -480,7 +480,10 @@ class MaskedPlan(ParameterPlan):
     def value(self, module: nn.Module, name: str) -> Tensor:
         codes, scores = self.codes(module, name, module.training), self.scores(module, name)
         if self.tensors[0].state_bits is not None:  # their numbers stand in for the factors
-            codes = [numbers_of_path(some, tensor) for some, tensor in zip(codes, self.tensors, strict=True)]
+            codes = [
+                some if some.is_floating_point() else numbers_of_path(some, tensor)  # relaxed: no path
+                for some, tensor in zip(codes, self.tensors, strict=True)
+            ]
         layout, scale = self.layout(module, name), self.scale(module, name)
         drawn = getattr(module, self.drawn_name(name))
         if is_traced(scores):

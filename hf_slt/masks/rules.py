@@ -66,6 +66,11 @@ class Rule(ABC):
     joint: ClassVar[bool] = False  # whether all tensors of a model are ranked together
     state_bits: ClassVar[int | None] = None  # where codes are a path: bits of its states
 
+    @property
+    def typical_size(self) -> float:
+        """Root mean square of the factors of a mask. Relaxed steps give their factors this size."""
+        return math.sqrt(sum(factor**2 for factor in self.factors) / len(self.factors))
+
     def check(self) -> None:  # noqa: B027  many rules have nothing to check
         """Raise `ValueError`, naming the value and what to do, if an option has an impossible value."""
 
@@ -156,6 +161,10 @@ class EdgePopup(Rule):
 
     density: float | int = rule_option(0.3, "Fraction kept, in (0, 1].")
 
+    @property
+    def typical_size(self) -> float:
+        return math.sqrt(self.density)
+
     def check(self) -> None:
         check_density("density", self.density)
 
@@ -191,6 +200,7 @@ class Signed(StraightThroughRule):
     density: float | int = rule_option(0.6, "Fraction kept, in (0, 1].")
     factors = (-1.0, 0.0, 1.0)
 
+    typical_size = EdgePopup.typical_size
     check = EdgePopup.check
 
     def codes(self, scores: Tensor, context: ScoreContext) -> Tensor:
@@ -209,6 +219,11 @@ class Multicoat(Rule):
     @property
     def factors(self) -> Sequence[float]:  # type: ignore[override]
         return tuple(float(coats) for coats in range(len(self.densities) + 1))
+
+    @property
+    def typical_size(self) -> float:
+        # A weight under k coats has the square k**2 = 1 + 3 + ... + (2k - 1).
+        return math.sqrt(sum((2 * coat + 1) * density for coat, density in enumerate(self.densities)))
 
     def check(self) -> None:
         for density in self.densities:
@@ -289,6 +304,10 @@ class NofM(Rule):
 
     n_of_m: Sequence[int] = rule_option((2, 4), "Keep n of every m inputs.")
 
+    @property
+    def typical_size(self) -> float:
+        return math.sqrt(self.n_of_m[0] / self.n_of_m[1])
+
     def check(self) -> None:
         if len(self.n_of_m) != 2 or not 0 < self.n_of_m[0] < self.n_of_m[1] <= 32:
             raise ValueError(f"n_of_m {list(self.n_of_m)} is not two numbers n < m, m at most 32, as [2, 4]")
@@ -325,6 +344,10 @@ class Trellis(StraightThroughRule):
     @property
     def state_bits(self) -> int:  # type: ignore[override]
         return self.states.bit_length() - 1
+
+    @property
+    def typical_size(self) -> float:
+        return 1.0  # that of the table
 
     def check(self) -> None:
         if self.mask_bits not in PATH_BITS:

@@ -182,6 +182,11 @@ class RunArguments:
         "Start with this density, or threshold, and go linearly to that of the model's rule."
     )
     ramp_steps: int = option("Steps that the way from ramp_start to the model's own value takes.", 0)
+    relaxed_steps: float = option(
+        "Train the first steps without a mask: each factor follows its score freely, and only evaluations use the"
+        " mask. Below 1, this share of all steps; 0.5 does well in long runs.",
+        0,
+    )
     bf16: bool = option("Compute in bfloat16; without this, as accelerate is configured.", False)
     gradient_checkpointing: bool = option("Save memory: compute activations again for the backward.", False)
     torch_compile: bool = option("Compile the model with torch.compile.", False)
@@ -222,7 +227,7 @@ class RunArguments:
             raise SLTError(f"max_steps {self.max_steps} is not positive; -1 counts by num_train_epochs")
         if not self.num_train_epochs > 0:
             raise SLTError(f"num_train_epochs {self.num_train_epochs} is not positive")
-        for name in ("warmup_steps", "eval_steps", "logging_steps", "save_steps"):
+        for name in ("warmup_steps", "relaxed_steps", "eval_steps", "logging_steps", "save_steps"):
             value = getattr(self, name)
             if value < 0 or (value > 1 and value != int(value)) or (value == 0 and name == "logging_steps"):
                 raise SLTError(f"{name} {value} is neither a number of steps nor a share below 1")

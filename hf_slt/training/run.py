@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from ..errors import SLTError
 from ..masks.modules import set_rule
+from ..masks.relaxation import Relaxed
 from ..masks.rules import RAMPED
 from ..models.checks import verify_ticket
 from ..models.configuration import SupermaskConfigMixin
@@ -284,6 +285,7 @@ class Run:
         self.batches = Batches(self.corpus.train, self.seed, *sizes, self.accelerator, workers)
         self.steps = self._length()
         self.warmup = steps_of(self.options.warmup_steps, self.steps)
+        self.relaxed_steps = steps_of(self.options.relaxed_steps, self.steps)
         if 0 < self.steps < self.warmup and self.accelerator.is_main_process:
             print_once(WARMUP_TOO_LONG.format(self.warmup, self.steps))
         model = build_model(arguments, self.corpus.tokenizer)
@@ -365,6 +367,7 @@ class Run:
             **{name: value for name, value in self.arguments.flat().items() if name not in FREE_TO_CHANGE},
             "steps": self.steps,
             "warmup_steps": self.warmup,
+            "relaxed_steps": self.relaxed_steps,
             "text": self.corpus.digest,
             "tokenizer_sha256": sha256(self.corpus.tokenizer.backend_tokenizer.to_str()),
             "precision": self.accelerator.mixed_precision,
@@ -383,6 +386,11 @@ class Run:
         place = self.done * self.accelerator.num_processes + self.accelerator.process_index
         torch.manual_seed((self.seed * 1_000_003 + place) % 2**63)
 
+    @property
+    def is_relaxed(self) -> bool:
+        """Whether the next step uses no mask."""
+        return self.done < self.relaxed_steps
+
     def _set_rule(self) -> Any:
         """Give all layers the rule as it is at this step, and return it."""
         rule: Any = self.config.make_rule()
@@ -395,6 +403,8 @@ class Run:
                 if hasattr(rule, name)
             }
             rule = replace(rule, **options)
+        if self.is_relaxed:
+            rule = Relaxed(rule)
         set_rule(self.accelerator.unwrap_model(self.model), rule)
         return rule
 
