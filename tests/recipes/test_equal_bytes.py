@@ -10,6 +10,7 @@ import pytest
 import rivals
 import studies
 import torch
+import train_gpt2_slt
 from torch import nn
 from torch.nn.utils import parametrize
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -59,6 +60,40 @@ def test_a_rounded_weight_is_what_its_codes_and_steps_give_and_has_the_gradients
         level = torch.from_numpy(codes) - centre
         slope = (upstream * torch.where(inside, level - place, level)).sum(0)
         torch.testing.assert_close(way.gain.grad, slope * way.first_step, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("step", ["learned", "largest", "mean"])
+def test_a_relaxed_model_is_rounded_in_evaluation_only(step):
+    weight = matrix(6, 40)
+    way = rivals.Rounded(weight, 3, step, 1)
+    rounded = way(weight).detach()
+    way.relaxed = True
+    assert torch.equal(way(weight), weight)
+    assert torch.equal(way.eval()(weight), rounded)
+    assert not torch.equal(rounded, weight)
+
+
+def test_rounding_begins_when_the_relaxed_steps_are_over_with_steps_by_the_weights_of_then(tmp_path):
+    some = study.Comparison(
+        rivals.FlatRecords(tmp_path / "records.json", [], keep=True), ["dense int2"], True
+    )
+    (point,) = some.search("dense int2")[0]
+    own = ("rounding", "step", "vector_bits", "step_learning_rate", "test_part")
+    settings = {name: value for name, value in point.items() if name not in own}
+    settings |= {"max_steps": 4, "relaxed_steps": 2, "output_dir": tmp_path / "run"}
+    kind = {"rounding": "int2", "step": "learned", "vector_bits": 8}
+    run = rivals.RoundedRun(studies.loop_arguments(**settings), **kind)
+    holder = run.model.transformer.h[0].mlp.c_fc.parametrizations.weight
+    states, firsts = [], []
+    while run.done < run.steps:
+        before = holder.original.detach().clone()
+        train_gpt2_slt.optimizer_step(run)
+        states.append(holder[0].relaxed)
+        firsts.append((holder[0].first_step.clone(), holder[0].usual_step(before)))
+    assert states == [True, True, False, False]
+    assert torch.equal(firsts[2][0], firsts[2][1])  # of the weights before step 2
+    assert torch.equal(firsts[3][0], firsts[2][0])
+    assert not torch.equal(firsts[1][0], firsts[2][0])
 
 
 def test_the_file_of_a_rounded_model_holds_its_codes_at_their_entropy():

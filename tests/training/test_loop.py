@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel, T
 from hf_slt import SupermaskGPT2LMHeadModel, verify_ticket
 from hf_slt.errors import SLTError
 from hf_slt.masks import rules
+from hf_slt.masks.relaxation import Relaxed
 from hf_slt.sharing.card import kept_of
 from hf_slt.text.blocks import TokenBlocks, load_blocks, train_tokenizer
 from hf_slt.text.evaluation import evaluate_blocks
@@ -176,6 +177,7 @@ def test_values_and_spellings():
         ("", ["--rule", "sign", "--ramp_start", "1", "--ramp_steps", "5"], "rule 'sign' has no density or"),
         ("", ["--rule", "sign", "--density", "0.3"], "density 0.3 is no option of rule 'sign'"),
         ("", ["--ramp_start", "2", "--ramp_steps", "5"], "ramp_start 2.0 over ramp_steps 5"),
+        ("", ["--relaxed_steps", "1.5"], "relaxed_steps 1.5 is neither a number of steps nor a share"),
         ("", ["--control", "dens"], "control 'dens' is not one of dense, random_mask, frozen_embeddings"),
         ("", ["--max_steps", "0"], "max_steps 0 is not positive; -1 counts by num_train_epochs"),
         ("", ["--eval_steps", "2.5"], "eval_steps 2.5 is neither a number of steps nor a share"),
@@ -688,6 +690,38 @@ def test_the_ramp_ends_at_the_density_of_the_ticket(arguments):
     model = AutoModelForCausalLM.from_pretrained(folder / "ticket")
     measured = evaluate_blocks(model, [load_blocks(arguments().data).validation[:]["input_ids"]])
     assert measured["loss"] == pytest.approx(report["loss"], rel=1e-6)
+
+
+def test_relaxed_steps_use_no_mask_and_the_run_resumes_to_the_same_bits(arguments, tmp_path, monkeypatch):
+    words = ["--relaxed_steps", "0.5", "--eval_steps", "4", "--dropout", "0"]
+    run = Run(arguments(*words, "--output_dir", str(tmp_path / "kinds")))
+    plan = run.model.transformer.h[0].mlp.c_fc.parameter_plans["weight"]
+    kinds = []
+    while run.done < run.steps:
+        optimizer_step(run)
+        kinds.append(type(plan.rule))
+    assert kinds == [Relaxed] * 6 + [rules.EdgePopup] * 6
+
+    report = find_ticket(arguments(*words, "--output_dir", str(tmp_path / "whole")))
+    model = AutoModelForCausalLM.from_pretrained(report["saved"])
+    measured = evaluate_blocks(model, [load_blocks(arguments().data).validation[:]["input_ids"]])
+    assert measured["loss"] == pytest.approx(report["loss"], rel=1e-5)
+    save = Run.save
+
+    def killed(run):
+        save(run)
+        if run.done == 4:  # in the relaxed part
+            raise ConnectionError
+
+    monkeypatch.setattr(Run, "save", killed)
+    with pytest.raises(ConnectionError):
+        find_ticket(arguments(*words))
+    monkeypatch.setattr(Run, "save", save)
+    with pytest.raises(CheckpointError, match="relaxed_steps was 6, is 3"):
+        find_ticket(arguments(*words, "--relaxed_steps", "3", "--resume_from_checkpoint"))
+    find_ticket(arguments(*words, "--resume_from_checkpoint"))
+    assert mask_bytes(tmp_path / "run") == mask_bytes(tmp_path / "whole")
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
 
 def test_no_dense_twin_of_what_stock_gpt2_cannot_be(arguments):
