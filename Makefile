@@ -5,19 +5,19 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
 LOWEST := .venv-lowest
-# Of the index's files for Linux only this is a plain CPU build everywhere; TORCH=2.7.0 where lower ones are at hand.
+# On the package index, only this version is a CPU build for all Linux machines. Use TORCH=2.7.0 if older builds are available.
 TORCH  ?= 2.13.0
 TESTS  ?= -m "not slow"
 
 .PHONY: help demo test test-all test-browser quick test-lowest dist lint docs clean
 
-help:  ## this list
+help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
 $(READY): pyproject.toml constraints.txt
-	@echo "Setting up $(VENV): some minutes, this once."
+	@echo "Setting up $(VENV): takes some minutes, only this first time."
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install -qq --upgrade "pip>=23" # errors only: warnings are of pip's own settings
+	@$(BIN)/python -m pip install -qq --upgrade "pip>=23" # -qq: print errors only, because warnings are about pip's own settings
 	@$(BIN)/python -m pip install -qq --constraint constraints.txt --editable ".[all,dev]"
 	@touch $@
 
@@ -29,20 +29,20 @@ demo: $(READY)  ## find a ticket in a few minutes, compare it with its dense twi
 	@$(BIN)/slt verify runs/demo/ticket
 	@$(BIN)/slt page runs/demo/ticket runs/demo/page.html --prompt "The function returns"
 
-test: $(READY)  ## the tests
+test: $(READY)  ## run the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
-test-all: $(READY)  ## all tests and those that are too long for every day: whole suites, studies, every rule compiled
+test-all: $(READY)  ## run all tests, also those that take too long for CI: whole suites, studies, every rule compiled
 	HF_SLT_ALL_TESTS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
-test-browser: $(READY)  ## the page of a ticket in a headless Chromium, which is installed if it may be
+test-browser: $(READY)  ## test the page of a ticket in a headless Chromium, which is installed if possible
 	@for one in chromium chromium-browser google-chrome; do command -v $$one && exit; done; \
 	  echo "test-browser: no Chromium here, trying apt-get install chromium"; \
 	  { apt-get update && apt-get install --yes --no-install-recommends chromium; } > /dev/null 2>&1 || \
-	  echo "test-browser: it cannot be installed, so that the page is not tested in a browser"
+	  echo "test-browser: it cannot be installed, so the page is not tested in a browser"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs tests/browser.py
 
-quick: $(READY)  ## all but the slow tests
+quick: $(READY)  ## run all tests except the slow ones
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not slow"
 
 $(LOWEST)/.ready: pyproject.toml
@@ -54,19 +54,19 @@ $(LOWEST)/.ready: pyproject.toml
 	$(LOWEST)/bin/python -m pip install --quiet --constraint $(LOWEST)/constraints.txt --editable ".[all,test,tools]"
 	@touch $@
 
-test-lowest: $(LOWEST)/.ready  ## the quick tests with the lowest versions that pyproject.toml declares
+test-lowest: $(LOWEST)/.ready  ## run the quick tests with the lowest versions that pyproject.toml declares
 	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest --numprocesses 2 --dist worksteal $(TESTS)
 
-dist: $(READY)  ## the wheel and the source distribution in dist/, checked, and run in an empty environment
+dist: $(READY)  ## build the wheel and the source distribution in dist/, check them, and run them in an empty environment
 	rm -rf dist
 	$(BIN)/python tests/distribution.py dist
 
-lint: $(READY)  ## ruff and mypy
+lint: $(READY)  ## run ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-docs: $(READY)  ## the documentation site in site/, from docs/ and the docstrings; a broken link is an error
+docs: $(READY)  ## build the documentation site in site/, from docs/ and the docstrings; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:  ## remove the virtual environment and all results

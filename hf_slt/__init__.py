@@ -60,7 +60,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(import_module(f".{_HOMES[name]}", __name__), name)
-    if name.startswith("Supermask"):  # of any other architecture, made on demand
+    if name.startswith("Supermask"):  # a class for another architecture, which is made when it is needed
         return getattr(import_module(".models.architectures", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -1,7 +1,7 @@
 """Which version this is, and how it is installed.
 
 The address of the repository stands in one place, `[project.urls]` of pyproject.toml. Error messages and cards take it
-from there, by the metadata of the installed package. While it is empty they name a clone instead.
+from there, through the metadata of the installed package. If it is empty, they describe an installation from a clone.
 """
 
 from importlib.util import find_spec
@@ -35,7 +35,7 @@ def install_command(extra: str | None = None) -> str:
             An extra of pyproject.toml that is needed, such as `"llama"`.
 
     Returns:
-        `str`: the command. Without an address of the repository it is one for a clone.
+        `str`: the command. If no address of the repository is known, the command is for a clone.
 
     Example:
 
@@ -60,10 +60,10 @@ def require_packages(purpose: str, *modules: str, extra: str | None = None) -> N
         modules (`str`):
             Names of modules.
         extra (`str`, *optional*):
-            The extra of pyproject.toml that brings them. By default a plain installation does.
+            The extra of pyproject.toml that installs them. Default: none, a plain installation has them.
 
     Raises:
-        [`SLTError`]: if one is missing. The message says what to install.
+        [`SLTError`]: if a module is missing. The message says what to install.
 
     Example:
 

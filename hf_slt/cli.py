@@ -1,7 +1,7 @@
-"""The `slt` command: what one does with a ticket that is there. Words in, calls out.
+"""The `slt` command: inspect, check, convert, share and run tickets. It only calls the rest of the library.
 
-The words are declared in options.py. What goes wrong is one line on stderr and exit code 1; `slt --debug
-COMMAND ...` shows where it went wrong.
+The options are declared in options.py. An error prints one line on stderr and gives exit code 1; `slt --debug
+COMMAND ...` also shows the Python traceback.
 """
 
 import argparse
@@ -19,12 +19,12 @@ from .options import parse_slt
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command of these words, or of the command line."""
+    """Run `slt` with these arguments. Default: those of the command line."""
     return run(parse_slt(arguments))
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run one command; 0 if that went well, 1 with one line on stderr if not, 130 if interrupted."""
+    """Run one command. Return 0 on success, 1 after an error (one line on stderr), 130 if interrupted."""
     if args.version:
         print(f"hf_slt {__version__}")
         return 0
@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     )  # fmt: skip
     try:
         return {one.__name__: one for one in commands}[args.command](args) or 0
-    except BrokenPipeError:  # the reader has seen enough, as in `slt inspect ... | head`
+    except BrokenPipeError:  # the reader closed the pipe, as in `slt inspect ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _one_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    chain = (error, error.__cause__)  # errors of the Hub's own HTTP client are none of Python's
+    chain = (error, error.__cause__)  # the Hub's HTTP client raises errors of its own types
     cause = next((one for one in chain if type(one).__module__.startswith("httpx")), None)
     if cause is not None and type(cause).__name__ != "HTTPStatusError":
         what = lines[0] if type(error) is RuntimeError else "No answer from the Hub."  # it names a file
@@ -61,7 +61,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _explain_refusal(error: Any) -> str | None:
-    """What it means that the Hub says no, where we know better than its client; its words in brackets."""
+    """Explain an error of the Hub, if we know more than its client. The Hub's own words follow in brackets."""
     status = getattr(getattr(error, "response", None), "status_code", None)
     said = " ".join(str(getattr(error, "server_message", None) or f"status {status}").split())
     if type(error).__name__ == "RevisionNotFoundError":
@@ -73,7 +73,7 @@ def _explain_refusal(error: Any) -> str | None:
         name = f"{error.repo_id}: " if getattr(error, "repo_id", None) else ""
         return f"{name}no such name on the Hub, or no permission ({said}); {hint}"
     if status == 403:
-        return f"no permission on the Hub ({said}); the token must be one that may write there"
+        return f"no permission on the Hub ({said}); use a token with write permission"
     return None
 
 
@@ -81,7 +81,7 @@ def _explain_refusal(error: Any) -> str | None:
 
 
 def inspect(args: argparse.Namespace) -> None:
-    """Print what a ticket says of itself; nothing is drawn, and only a figure reads the masks."""
+    """Print the description of a ticket. No weights are drawn, and masks are read only for a figure."""
     from .sharing.card import entropy_bits, kept_of, kind_of_ticket, measure_size
     from .sharing.hub import fetch_ticket
     from .tickets.format import CONFIG_FILE, VERSION_KEY, read_header, read_json
@@ -92,7 +92,7 @@ def inspect(args: argparse.Namespace) -> None:
     header = read_header(path)
     size = measure_size(folder, header)
     config = folder / CONFIG_FILE
-    written_by = read_json(config).get(VERSION_KEY) if config.exists() else None  # 0.1 did not say
+    written_by = read_json(config).get(VERSION_KEY) if config.exists() else None  # 0.1 did not store it
     if args.figure:
         from .sharing.mask_algebra import ticket_factors
         from .sharing.plots import plot_masks
@@ -138,7 +138,7 @@ def inspect(args: argparse.Namespace) -> None:
     if vectors:
         numbers = sum(entry.size for entry in vectors)
         print(f"and {len(vectors)} trained vectors (scales, gains, biases) of {numbers:,} numbers")
-    print("\nentropy: least bits per weight, knowing only how many are kept\n")
+    print("\nentropy: fewest bits per weight, if only the number of kept weights is known\n")
     kinds = size["weights_by_kind"]
     ledger = [
         ("masks", f"{kinds['masked']:,}", f"{size['mask_bytes']:,}"),
@@ -155,7 +155,7 @@ def inspect(args: argparse.Namespace) -> None:
 
 
 def verify(args: argparse.Namespace) -> int:
-    """Print one line for each fault, or that there is none."""
+    """Print one line for each fault, or one line that says that there is none."""
     from .models.checks import check_ticket
     from .sharing.hub import fetch_ticket
 
@@ -170,7 +170,7 @@ def verify(args: argparse.Namespace) -> int:
 
 
 def diff(args: argparse.Namespace) -> None:
-    """Print how two masks of one backbone differ, or how their backbones do."""
+    """Print how two masks of the same backbone differ. If the backbones differ, print how."""
     from .sharing.hub import fetch_ticket
     from .sharing.mask_algebra import compare_tickets
 
@@ -186,11 +186,11 @@ def diff(args: argparse.Namespace) -> None:
         for name, one in sorted(found.items(), key=lambda item: (item[0] == "all", _in_order_of_blocks(item)))
     ]
     _print_table("tensor weights one other differ share overlap chance".split(), rows)
-    print("\noverlap: kept by both / kept by either; chance: the same of random masks that keep as many")
+    print("\noverlap: kept by both / kept by either; chance: overlap of random masks that keep as many")
 
 
 def combine(args: argparse.Namespace) -> None:
-    """Write a ticket that keeps what all, any or most of several keep."""
+    """Write a ticket that keeps the weights that all, any or most of several tickets keep."""
     from .sharing.card import kept_of
     from .sharing.hub import fetch_ticket
     from .sharing.mask_algebra import combine_tickets
@@ -205,7 +205,7 @@ def combine(args: argparse.Namespace) -> None:
 
 
 def pack(args: argparse.Namespace) -> None:
-    """Store the masks of a folder in another encoding. The card then says how many bytes that takes."""
+    """Store the masks of a folder in another encoding, and update the number of bytes in its card."""
     from .sharing.card import resize_card
     from .tickets.format import read_header
     from .tickets.verify import mask_path
@@ -226,7 +226,7 @@ def page(args: argparse.Namespace) -> None:
     from .tickets.verify import mask_path
 
     folder = fetch_ticket(args.ticket, revision=args.revision, token=args.token)
-    name = folder.resolve().name if Path(args.ticket).exists() else args.ticket  # not a commit of the cache
+    name = folder.resolve().name if Path(args.ticket).exists() else args.ticket  # not a commit hash
     path = write_page(folder, args.output, name=name, prompt=args.prompt)
     size, ticket = path.stat().st_size, mask_path(folder).stat().st_size
     print(f"{path}: {size:,} bytes, of which the ticket's {ticket:,} take {-(-ticket // 3) * 4:,}; open it")
@@ -253,7 +253,7 @@ def _in_order_of_blocks(item: tuple[str, Any]) -> list[tuple[int, str]]:
 
 
 def _print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Columns as wide as they need, the first to the left, the others to the right."""
+    """Print a table: the first column is aligned to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     for row in (head, *rows):
         first, *rest = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
@@ -270,9 +270,9 @@ def merge(args: argparse.Namespace) -> None:
 
     check_output_folder(args.output)
     if Path(args.output).is_dir() and _is_supermask(Path(args.output)):
-        raise SLTError(f"{args.output}: holds a supermask model, which stays; give another folder")
+        raise SLTError(f"{args.output}: holds a supermask model, which is kept; give another folder")
     if Path(args.output).is_dir() and any(Path(args.output).iterdir()) and not args.overwrite:
-        raise SLTError(f"{args.output}: the folder is there and not empty; give another, or add --overwrite")
+        raise SLTError(f"{args.output}: the folder exists and is not empty; give another, or add --overwrite")
     folder = fetch_ticket(args.ticket, revision=args.revision, token=args.token)
     if not _is_supermask(folder):
         raise SLTError(f"{args.ticket}: not a supermask model; there is no mask to merge")
@@ -293,20 +293,20 @@ def export(args: argparse.Namespace) -> None:
 
     folder = fetch_ticket(args.ticket, revision=args.revision, token=args.token)
     if not _is_supermask(folder):
-        raise SLTError(f"{args.ticket}: not a supermask model; llama.cpp's own converter takes others")
+        raise SLTError(f"{args.ticket}: not a supermask model; use llama.cpp's own converter for it")
     logging.disable_progress_bar()
     print(export_gguf(folder, args.output, args.type, args.tokenizer))
 
 
 def generate(args: argparse.Namespace) -> None:
-    """Print text as it comes."""
+    """Generate text, and print each token as soon as it is sampled."""
     from transformers import AutoTokenizer, TextStreamer, set_seed
 
     from .sharing.card import model_cards
     from .sharing.hub import TOKENIZER_FILES, fetch_ticket
 
     class PlainStreamer(TextStreamer):
-        """Prints text as it comes. A token may hold control characters, which would reach the terminal."""
+        """Prints each token as soon as it is sampled. Control characters are escaped, to protect the terminal."""
 
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
             super().on_finalized_text(printable(text), stream_end)
@@ -321,27 +321,27 @@ def generate(args: argparse.Namespace) -> None:
         and not re.fullmatch(r"[\w.~/-]*/[\w./-]*", args.ticket)
     ):
         raise SLTError(
-            f"{args.ticket}: no such folder, and no name on the Hub (such as me/ticket); a text to continue is "
-            f"given as --prompt {args.ticket!r}"
+            f"{args.ticket}: no such folder, and not a name on the Hub (such as me/ticket); to continue a text, "
+            f"give it as --prompt {args.ticket!r}"
         )
     _check_device(args.device)
     if args.ticket is None:
         args.ticket, args.prompt = model_cards() / "prose", args.prompt or "The city was founded in"
     folder = fetch_ticket(args.ticket, revision=args.revision, token=args.token)
     if args.mask and not _is_supermask(folder):
-        raise SLTError(f"{args.ticket}: not a supermask model, which takes no --mask")
+        raise SLTError(f"{args.ticket}: not a supermask model; --mask works only with one")
     options = {"mask": fetch_ticket(args.mask)} if args.mask else {}
     model = _load_model(folder, dtype=args.dtype, **options).to(args.device)
     if not args.tokenizer and not any((folder / name).is_file() for name in TOKENIZER_FILES):
         hint = "save one there (tokenizer.save_pretrained), or give --tokenizer"
-        raise SLTError(f"{args.ticket}: there is no tokenizer beside the model; {hint}")
+        raise SLTError(f"{args.ticket}: there is no tokenizer in the model's folder; {hint}")
     tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or folder, trust_remote_code=False)
     begin = args.prompt or tokenizer.bos_token or tokenizer.eos_token
     if not begin:
         raise SLTError(f"{args.ticket}: its tokenizer has no start token to begin with; give --prompt")
     ids = tokenizer(begin, return_tensors="pt", verbose=False).input_ids
     if not ids.numel():
-        raise SLTError(f"the prompt {args.prompt!r} holds no token of the model; give another")
+        raise SLTError(f"the prompt {args.prompt!r} has no tokens; give another")
     positions = model.config.max_position_embeddings
     room = positions - ids.shape[1]
     if room < 1:
@@ -363,7 +363,7 @@ def generate(args: argparse.Namespace) -> None:
 
 
 def evaluate(args: argparse.Namespace) -> None:
-    """Print the measures of a model on text."""
+    """Print loss, perplexity and bits per byte of a model on text."""
     from transformers.utils import logging
 
     from .sharing.hub import refuse_missing
@@ -383,7 +383,7 @@ def evaluate(args: argparse.Namespace) -> None:
 
 
 def curvature(args: argparse.Namespace) -> None:
-    """Print Hessian norms, layers by blocks, and the ratio of value to query."""
+    """Print a table of Hessian norms, by layer and block, and the ratio of value to query."""
     import torch
     from datasets import disable_progress_bars
     from transformers.utils import logging

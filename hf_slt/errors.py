@@ -1,10 +1,10 @@
-"""The errors that hf_slt raises for what a user can mend."""
+"""The errors that hf_slt raises for mistakes that the user can correct."""
 
 import unicodedata
 
 
 def printable(text: str) -> str:
-    r"""Return a text that changes no terminal: control characters of a stranger's file are written as escapes.
+    r"""Return a text that is safe to print: control characters, as in an untrusted file, are written as escapes.
 
     Args:
         text (`str`):
@@ -27,7 +27,7 @@ def printable(text: str) -> str:
 
 
 class SLTError(ValueError):
-    """Something the user can mend. The message names the value and what to do.
+    """A mistake that the user can correct. The message names the value and says what to do.
 
     Args:
         message (`object`, defaults to `""`):
@@ -39,11 +39,11 @@ class SLTError(ValueError):
 
 
 class TicketError(SLTError):
-    """A ticket is damaged, incomplete, of another backbone or of an unknown version."""
+    """A ticket is damaged or incomplete, belongs to another backbone, or has an unknown version."""
 
 
 class MismatchError(TicketError, RuntimeError):
-    """A ticket does not fit the configuration it is loaded with. transformers raises `RuntimeError` there."""
+    """A ticket does not fit its configuration. It is also a `RuntimeError`, which transformers raises then."""
 
 
 def require(condition: object, message: str) -> None:

@@ -1,10 +1,10 @@
-"""What every command line here shares: one spelling of options, and the nearest to a misspelt one.
+"""The parser that all command lines of hf_slt use, and the options of `slt`.
 
---top_k 3, --top_k=3 and --top-k 3 are one option, shown with an underscore. --overwrite and --overwrite true
-are one value. For example, --stepz 3 fails with: unknown option --stepz; did you mean --max_steps?
+--top_k 3, --top_k=3 and --top-k 3 mean the same; help shows the underscore. --overwrite and --overwrite true
+mean the same. For example, --stepz 3 fails with: unknown option --stepz; did you mean --max_steps?
 
-Last come the words of `slt`. Nothing is imported here but Python's own, so that help and a wrong word are
-answered before torch is there.
+The options of `slt` are at the end. Only Python's standard library is imported here: help and errors appear
+before torch is loaded.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin
 
 
 class _Help(argparse.HelpFormatter):
-    """Adds the default to each help text; that of a flag, or none at all, goes without saying."""
+    """Adds the default to each help text, except for flags and for options without a default."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         silent = action.default is False or action.default in (None, "", argparse.SUPPRESS)
@@ -25,20 +25,20 @@ class _Help(argparse.HelpFormatter):
 
 
 class OptionParser(argparse.ArgumentParser):
-    """ArgumentParser whose errors are one line, and which knows what was meant.
+    """ArgumentParser with errors of one line. For an unknown option the error suggests the nearest one.
 
     Args:
         names:
             As in `argparse.ArgumentParser`.
         hints (`Mapping[str, str]`, *optional*):
-            What to do instead of giving an option that other programs have and this one does not, by the option.
+            For an option that other programs have and this one does not: what to do instead.
         keywords:
             As in `argparse.ArgumentParser`.
     """
 
     def __init__(self, *names: Any, hints: Mapping[str, str] | None = None, **keywords: Any) -> None:
         super().__init__(*names, **{"formatter_class": _Help, "allow_abbrev": False, **keywords})
-        self.hints = hints or {}  # what to do instead, by an option that other programs have
+        self.hints = hints or {}
 
     def add_fields(self, title: str, fields: Iterable[Field], texts: Mapping[str, str] | None = None) -> None:
         """Add an option for each field of a dataclass: its name, type and default, and the help in its metadata.
@@ -68,13 +68,13 @@ class OptionParser(argparse.ArgumentParser):
         return namespace, unknown
 
     def _explain(self, unknown: list[str]) -> str:
-        """Return what is wrong with words that no option takes."""
+        """Return the error message for words that no option takes."""
         known = self._option_string_actions
         word = next((word for word in unknown if word.startswith("-")), unknown[0]).partition("=")[0]
         if word in self.hints:
             return f"unknown option {word}; {self.hints[word]}"
         if not word.startswith("-"):
-            hint = f"; a text to continue is given as --prompt {word!r}" if "--prompt" in known else ""
+            hint = f"; to continue a text, give it as --prompt {word!r}" if "--prompt" in known else ""
             return f"{word!r} is one word too many{hint}"
         return f"unknown option {word}{did_you_mean(word, known)}"
 
@@ -115,7 +115,7 @@ def _underscored(word: str) -> str:
 
 
 def _keywords(kind: Any) -> dict[str, Any]:
-    """Return the keywords by which argparse reads a type: the first of a union that fits, except None."""
+    """Return argparse's keywords for a type. For a union: those of its first type that fits, except None."""
     kinds = [one for one in get_args(kind) or (kind,) if one is not NoneType]
     if get_origin(kind) is Literal:
         return {"choices": kinds}
@@ -155,7 +155,7 @@ def _positive(word: str) -> int:
     return number
 
 
-_positive.__name__ = "int"  # what argparse calls it where the word is no number
+_positive.__name__ = "int"  # argparse prints this name if the word is not a number
 
 
 def _number_or_text(word: str) -> float | str:
@@ -165,11 +165,11 @@ def _number_or_text(word: str) -> float | str:
         return word
 
 
-# -- the words of slt --------------------------------------------------------------------------------
+# -- the options of slt ------------------------------------------------------------------------------
 
 
 def parse_slt(words: list[str] | None = None) -> argparse.Namespace:
-    """Read the words of an `slt` command. Help, and a wrong word, end the program here.
+    """Parse the command line of `slt`. Help and errors end the program here.
 
     Args:
         words (`list[str]`, *optional*):
@@ -268,7 +268,7 @@ def slt_parser() -> OptionParser:
     one.add_argument(
         "--figure",
         metavar="FILE",
-        help="draw the masks, and how many weights each row and column keeps, to FILE",
+        help="write a figure of the masks to FILE, with the weights that each row and column keeps",
     )
     remote(one)
 
@@ -310,8 +310,8 @@ def slt_parser() -> OptionParser:
     ticket(one)
     one.add_argument("output", metavar="OUT.gguf", help="the file to write")
     types = (
-        "type of the weights: f32, f16, q4_0, q2_0, tq2_0, tq1_0 or q1_0; auto takes for each matrix the smallest "
-        "that can hold it"
+        "type of the weights: f32, f16, q4_0, q2_0, tq2_0, tq1_0 or q1_0; auto uses, for each matrix, the "
+        "smallest type that can hold it"
     )
     one.add_argument("--type", default="auto", metavar="TYPE", help=types)
     tokenizer(one)
@@ -343,7 +343,9 @@ def slt_parser() -> OptionParser:
     one = command("evaluate", "measure the loss, perplexity and bits per byte of a model on text")
     text(one)
     number(one, "block_size", "tokens in a window (default: what the model takes, at most 1024)")
-    number(one, "stride", "tokens by which a window moves on (default: half a window)")
+    number(
+        one, "stride", "tokens from the start of a window to the start of the next (default: half a window)"
+    )
     number(one, "batch_size", "windows that are computed at once", 4)
     device(one, any_dtype, "auto")
     flag(one, "json", "print one JSON object, and no progress bar")
@@ -353,7 +355,11 @@ def slt_parser() -> OptionParser:
     )
     text(one)
     choice(
-        one, "space", "curvature by the weights, or by the scores that are trained", "weight score", "weight"
+        one,
+        "space",
+        "measure the curvature in the weights or in the trained scores",
+        "weight score",
+        "weight",
     )
     choice(one, "layer_norm", "keep LayerNorm, remove it, or measure both ways", "keep remove both", "both")
     number(one, "probes", "random vectors for each block; more give a better estimate", 20)
@@ -367,7 +373,7 @@ def slt_parser() -> OptionParser:
         "eigenvalues",
         "with --json: also the smallest and largest eigenvalues, which takes several times as long",
     )
-    one.add_argument("--figure", metavar="FILE", help="draw the table as a figure to FILE")
+    one.add_argument("--figure", metavar="FILE", help="write the table as a figure to FILE")
 
     one = command("push", "upload a ticket to the Hub: masks, configuration, tokenizer and card")
     one.add_argument("ticket", metavar="DIR", help="folder of the ticket")

@@ -1,4 +1,4 @@
-"""A progress bar on a terminal and in a notebook; elsewhere, such as in a log file, a line every so often."""
+"""A progress bar on a terminal and in a notebook; elsewhere, such as in a log file, a line every 30 seconds."""
 
 import sys
 from typing import Any
@@ -11,7 +11,7 @@ LINE = "{desc}: {n_fmt} of {total_fmt} {unit}s, {elapsed} elapsed, {remaining} l
 
 
 class WholeLines:
-    """A file that takes the states of a bar, which return to the beginning of the line, and writes lines.
+    """A file that writes every update of a progress bar as a line of its own.
 
     Args:
         file (`TextIO`):
@@ -22,7 +22,7 @@ class WholeLines:
         self.file = file
 
     def write(self, text: str) -> None:
-        """Write a state as a line. What only moves the cursor is left out.
+        """Write an update as a line. Text that only moves the cursor is left out.
 
         Args:
             text (`str`):
@@ -37,7 +37,7 @@ class WholeLines:
 
 
 class ProgressLines(TerminalBar):
-    """A bar of tqdm whose text at the end waits for the next line, instead of printing one."""
+    """A tqdm bar that shows a new text at the end with the next line, instead of printing a line for it."""
 
     def set_postfix_str(self, s: str = "", refresh: bool = True) -> None:
         """Set the text at the end of the line."""
@@ -45,17 +45,17 @@ class ProgressLines(TerminalBar):
 
 
 def progress_bar(*args: Any, **options: Any) -> Any:
-    """Return a bar of tqdm, with the same arguments.
+    """Return a tqdm bar. It takes the same arguments as tqdm.
 
     Args:
         args, options:
             As for `tqdm.tqdm`.
 
     Returns:
-        `tqdm.tqdm`: if stderr is no terminal, one that prints a line at the beginning, at the end, and every
-        30 seconds.
+        `tqdm.tqdm`: the bar. If stderr is not a terminal, it prints a line at the beginning, at the end, and
+        every 30 seconds.
     """
-    if sys.stderr.isatty() or tqdm is not TerminalBar:  # which it is unless this is a notebook
+    if sys.stderr.isatty() or tqdm is not TerminalBar:  # in a notebook it is another class
         return tqdm(*args, **options)
     lines = {"file": WholeLines(sys.stderr), "mininterval": SECONDS, "bar_format": LINE}
     return ProgressLines(*args, **lines, **options)

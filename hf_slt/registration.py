@@ -1,4 +1,4 @@
-"""Makes transformers' Auto classes and PEFT know supermask models, without importing torch for it.
+"""Registers supermask models with transformers' Auto classes and with PEFT, without importing torch.
 
 transformers has no entry points for plugins: a plugin must call `AutoConfig.register` with its configuration
 class. Importing that class imports torch, which takes longer than all of `import transformers`. Therefore

@@ -1,17 +1,21 @@
-"""Ours against a named baseline, side by side in one run: interleaved repeats, medians, ratios.
+"""Compare the library with named baselines in one run: interleaved repeats, medians, ratios.
 
     python recipes/benchmark.py [--preset quick|full] [--only draw load ...] [--data FOLDER] [--json out.json]
     python recipes/benchmark.py --show recipes/results/benchmark.json
 
-`full` takes GPT-2 mini and small (about ten minutes on two quiet cores, 12 GB of memory), `quick` models of
-seconds. A ratio is ours over theirs: below 1 is less time, memory or bytes than the baseline. An existing
-JSON file is updated: rows that were measured replace their predecessors, the others stay.
+`full` uses GPT-2 mini and small (about ten minutes on two cores without other work, 12 GB of memory); `quick` uses
+models that take seconds. A ratio is ours / theirs: below 1 means less time, memory or bytes than the baseline. An
+existing JSON file is updated: rows that were measured replace the old ones, the others stay.
 
-Apart from the table are `--only tricks`, what each speed trick of the training step is worth, switched off
-alone (a ratio above 1 is what it saves); `--only rules`, a step of every rule; `--only ternary`, ways to run
-a ticket of weights {-c, 0, +c} below the cost of dense float32; `--only llama`, one in llama.cpp (pip
-install 'hf_slt[llama]' xllamacpp), of GPT-2's shape and of a Llama's; and `--only architectures`, a Llama of
-the sizes of the training step.
+These are not part of the table:
+
+    --only tricks          what each optimisation of the training step saves: it is switched off alone, and a ratio
+                           above 1 is the saving
+    --only rules           a training step of every rule
+    --only ternary         ways to run a ticket of weights {-c, 0, +c} below the cost of dense float32
+    --only llama           a ticket in llama.cpp, of GPT-2's shape and of a Llama's; needs
+                           pip install 'hf_slt[llama]' xllamacpp
+    --only architectures   a Llama of the sizes of the training step
 """
 
 import argparse
@@ -71,7 +75,7 @@ SIZES = {
         "step": TINY,
         "tokens": 128,
         "ticket": TINY,
-        "llama": {**TINY, "n_embd": 256},  # blocks of 256
+        "llama": {**TINY, "n_embd": 256},  # TQ2_0 has blocks of 256 weights
         "generated": 8,
         "streamed": 20_000,
         "grown": [(1, 64, 256), (2, 128, 512), (4, 192, 1024)],
@@ -89,18 +93,18 @@ SIZES = {
         "grown": [(4, 128, 2048), (6, 320, 2048), (12, 576, 4096), (24, 1024, 50257)],
     },
 }
-BANDWIDTH = 100e6 / 8  # bytes a second of the first_token row
+BANDWIDTH = 100e6 / 8  # bytes per second of the download in the first_token row
 GENERATE = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
 
 def interleaved(functions: list[Callable], repeats: int) -> list[float]:
-    """Median seconds of each; they take turns, because the machine's speed changes over time."""
+    """Return the median seconds of each function. They take turns, because the machine's speed changes over time."""
     times: list[list[float]] = [[] for _ in functions]
     for repeat in range(repeats + 1):
         for function, seconds in zip(functions, times, strict=True):
             started = time.perf_counter()
             function()
-            if repeat:  # the first of each is a warm-up
+            if repeat:  # the first call of each is a warm-up
                 seconds.append(time.perf_counter() - started)
     return [statistics.median(seconds) for seconds in times]
 
@@ -159,7 +163,7 @@ def generation(model: nn.Module, batch: int, new: int) -> Callable[[], Tensor]:
 
 
 class Popup(torch.autograd.Function):
-    """Edge-popup's mask as its authors describe it: sort all scores, straight through backwards."""
+    """Edge-popup's mask as its authors describe it: sort all scores, straight-through gradient."""
 
     @staticmethod
     def forward(ctx, scores: Tensor, density: float) -> Tensor:
@@ -189,7 +193,7 @@ class PopupPlan(ParameterPlan):
 
 
 def edge_popup_twin(config: SupermaskGPT2Config) -> SupermaskGPT2LMHeadModel:
-    """Return the same model with the masks of the plain published edge-popup."""
+    """Return the same model with masks computed as in the original edge-popup."""
     model = SupermaskGPT2LMHeadModel(config)
     for _, module, name, plan in list(masked_parameters(model)):
         module.parameter_plans[name] = PopupPlan(plan)
@@ -198,7 +202,7 @@ def edge_popup_twin(config: SupermaskGPT2Config) -> SupermaskGPT2LMHeadModel:
 
 @contextmanager
 def saved(config: Any) -> Iterator[tuple[Path, Path]]:
-    """Folders of a ticket and of the stock model that it merges to."""
+    """Yield the folders of a ticket and of the stock model that it merges to."""
     with tempfile.TemporaryDirectory() as folder:
         ticket, stock = Path(folder, "ticket"), Path(folder, "stock")
         model = AutoModelForCausalLM.from_config(config)
@@ -207,28 +211,28 @@ def saved(config: Any) -> Iterator[tuple[Path, Path]]:
         yield ticket, stock
 
 
-# -- memory, each side in a process of its own ----------------------------------------------------------
+# -- memory, each side in a separate process ------------------------------------------------------------
 
 
 def in_fresh_process(function: Callable, *arguments):
-    """Return what a function gives in a new process, whose memory nothing else has used."""
+    """Call a function in a new process, whose memory nothing else has used, and return its result."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, *arguments).result()
 
 
 def give_back() -> None:
-    """Return to the system what is free but kept by the allocator: glibc would count it as resident."""
+    """Return free memory that the allocator keeps to the system: otherwise it would count as resident."""
     gc.collect()
     with suppress(AttributeError, TypeError, OSError):  # another allocator
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def peak_bytes(function: Callable) -> float:
-    """Most resident memory of this process while the function runs (Linux; elsewhere since its start)."""
-    function()  # what is made once (optimizer moments, scratch) is made
+    """Return the peak resident memory while the function runs (Linux; elsewhere since the start of the process)."""
+    function()  # creates what is made only once (optimizer moments, scratch)
     give_back()
     try:
-        Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak
         function()
         status = Path("/proc/self/status").read_text()
         return 1024.0 * int(status.split("VmHWM:")[1].split()[0])
@@ -258,7 +262,7 @@ def memory_of_generation(folder: Path, kind: str, new: int) -> tuple[float, list
 
 @contextmanager
 def parquet_text(folder: Path | None, streaming: bool) -> Iterator[DataArguments]:
-    """Where to read the parquet files of a folder from; without one, the embedded corpus as a parquet file."""
+    """Yield arguments that read the parquet files of a folder, or by default the embedded corpus as a parquet file."""
     with tempfile.TemporaryDirectory() as own:
         if folder is None:
             import pyarrow.parquet
@@ -272,7 +276,7 @@ def parquet_text(folder: Path | None, streaming: bool) -> Iterator[DataArguments
 
 def memory_of_text(arguments: DataArguments) -> tuple[float, float]:
     """Return the memory that a process takes to read all blocks of a stored text, and the bytes of that text."""
-    import datasets  # noqa: F401  its own memory is not that of the text
+    import datasets  # noqa: F401  imported first, so its own memory is not counted
 
     before = peak_bytes(lambda: None)
     blocks = load_blocks(arguments).train
@@ -284,13 +288,13 @@ def memory_of_text(arguments: DataArguments) -> tuple[float, float]:
     return max(1.0, peak_bytes(read) - before), float(blocks.bytes)
 
 
-# -- what each trick of the training step is worth --------------------------------------------------------
+# -- what each trick of the training step saves -----------------------------------------------------------
 
 TRICK_SIZES = {
     "nano": ({"n_layer": 4, "n_embd": 128, "n_head": 4, "vocab_size": 2048, "n_positions": 128}, 16),
     "mini": ({"n_layer": 4, "n_embd": 512, "n_head": 8}, 1),
 }
-TRICKS: dict[str, list[tuple]] = {  # what stands in the place of what
+TRICKS: dict[str, list[tuple]] = {  # by trick: owner, name, and what replaces it when the trick is off
     "the loss in pieces": [(gpt2, "causal_lm_loss", ForCausalLMLoss)],
     "the gradient of scores in pieces": [(gradients, "_gradients_in_pieces", gradients._gradients)],
     "rows of a lookup added to the gradient of the logits": [
@@ -329,7 +333,7 @@ def memory_of_trick(size: str, trick: str | None) -> float:
     return peak_bytes(trick_step(size, trick))
 
 
-RULE_STEPS: dict[str, tuple[dict, float]] = {  # options, and how far a step should reach
+RULE_STEPS: dict[str, tuple[dict, float]] = {  # options, and the goal for the ratio
     "sign": ({"rule": "sign"}, 1.0),
     "threshold": ({"rule": "threshold"}, 1.0),
     "signed": ({"rule": "signed"}, 1.1),
@@ -347,9 +351,9 @@ RULE_STEPS: dict[str, tuple[dict, float]] = {  # options, and how far a step sho
 
 
 def with_linears(folder: Path) -> nn.Module:
-    """Stock GPT-2 with nn.Linear in place of Conv1D, which tools for quantization do not know."""
+    """Load a stock GPT-2 with nn.Linear in place of Conv1D, which quantization tools do not support."""
     model = GPT2LMHeadModel.from_pretrained(folder).eval()
-    model.lm_head.weight = nn.Parameter(model.lm_head.weight.clone())  # packed apart from the embedding
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.clone())  # untied: it is packed separately
     for block in model.transformer.h:
         for owner in (block.attn, block.mlp):
             for name, layer in list(owner.named_children()):
@@ -361,14 +365,14 @@ def with_linears(folder: Path) -> nn.Module:
 
 
 def dynamic_int8(folder: Path) -> nn.Module:
-    """torch.ao's dynamic quantization: weights exact in 8 bits, but inputs rounded to 8 bits too."""
+    """Load with torch.ao's dynamic quantization: weights are exact in 8 bits, but inputs are rounded to 8 bits."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.ao is moving to torchao
         return torch.ao.quantization.quantize_dynamic(with_linears(folder), {nn.Linear}, torch.qint8)
 
 
 def torchao_int8(folder: Path) -> nn.Module:
-    """torchao's weights in 8 bits, exact, with a scale for each output."""
+    """Load with torchao's 8-bit weights: exact, with a scale for each output."""
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
     model = with_linears(folder)
@@ -377,7 +381,7 @@ def torchao_int8(folder: Path) -> nn.Module:
 
 
 class Int8Packed(nn.Module):
-    """`torch._weight_int8pack_mm`: the layer's signs in 8 bits, a scale for each output."""
+    """Layer with `torch._weight_int8pack_mm`: signs in 8 bits, a scale for each output."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:  # weight: outputs, inputs
         super().__init__()
@@ -392,7 +396,7 @@ class Int8Packed(nn.Module):
 
 
 class Int4Packed(Int8Packed):
-    """`torch._weight_int4pack_mm_for_cpu`: the same in 4 bits, in groups of 32 inputs."""
+    """Layer with `torch._weight_int4pack_mm_for_cpu`: signs in 4 bits, in groups of 32 inputs."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__(weight, bias)
@@ -410,7 +414,7 @@ class Int4Packed(Int8Packed):
 
 
 class SparseRows(nn.Module):
-    """A CSR matrix of the weights that are kept."""
+    """Layer with a CSR matrix of the kept weights."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
@@ -424,7 +428,7 @@ class SparseRows(nn.Module):
 
 
 def with_layers(kind: type[nn.Module]) -> Callable[[Path], nn.Module]:
-    """Stock GPT-2 with its matrices in another form."""
+    """Return a loader of stock GPT-2 that replaces its matrices with this kind of layer."""
 
     def load(folder: Path) -> nn.Module:
         model = GPT2LMHeadModel.from_pretrained(folder).requires_grad_(False).eval()
@@ -457,8 +461,8 @@ FROM_TICKET = ("ticket", "to_ternary")
 
 
 def llama_config(config: SupermaskGPT2Config, block: int = 1) -> transformers.LlamaConfig:
-    """A stock Llama with as many layers and heads as a GPT-2, and about as many weights; MLPs in whole blocks."""
-    # Three matrices of 8/3 of the width have the weights of GPT-2's two of 4 times the width.
+    """Return a Llama with the layers, heads and about the weights of a GPT-2. MLP widths are multiples of `block`."""
+    # Three matrices of 8/3 of the width have as many weights as GPT-2's two of 4 times the width.
     return transformers.LlamaConfig(
         hidden_size=config.n_embd,
         num_hidden_layers=config.n_layer,
@@ -470,11 +474,11 @@ def llama_config(config: SupermaskGPT2Config, block: int = 1) -> transformers.Ll
 
 
 def gguf_files(config: Any, ticket: Path, folder: Path) -> dict[str, Path]:
-    """The ticket in two types, and a dense model of its shape in 4 bits per weight."""
+    """Write GGUF files of the ticket in two types, and of a dense model of its shape in Q4_0."""
     from hf_slt.runtimes.llama_cpp import export_gguf, read_vocabulary, write_gguf
     from hf_slt.text.blocks import train_tokenizer
 
-    words = train_tokenizer(["a a"], 258, 64)  # rows that no token has are filled up
+    words = train_tokenizer(["a a"], 258, 64)  # the rest of the vocabulary is filled up
     words.save_pretrained(ticket)
     files = {name: folder / f"{name}.gguf" for name in ("tq2_0", "f16", "dense", "q4_0")}
     for name in ("tq2_0", "f16"):
@@ -485,7 +489,7 @@ def gguf_files(config: Any, ticket: Path, folder: Path) -> dict[str, Path]:
 
 
 def in_4_bits(source: Path, target: Path) -> None:
-    """A GGUF file with its matrices in Q4_0."""
+    """Copy a GGUF file with its matrices in Q4_0."""
     import gguf
 
     reader = gguf.GGUFReader(source)
@@ -517,7 +521,7 @@ def memory_in_llama(path: Path, new: int, threads: int) -> float:
 
 
 class Benchmarks:
-    """Each method is a row: what is measured, the baseline, how far it should reach, and the two numbers."""
+    """Each method measures a row: what is measured, the baseline, the goal (reach), and the two numbers."""
 
     def __init__(self, preset: str, repeats: int, data: Path | None = None) -> None:
         self.size, self.repeats, self.data = SIZES[preset], repeats, data
@@ -558,7 +562,7 @@ class Benchmarks:
         return "peak resident memory of a training step", "stock GPT-2, all weights trained", 1.08, pair
 
     def architectures(self):
-        """A Llama: its step against stock Llama's, and loading its ticket against a GPT-2 ticket of that size."""
+        """Compare a Llama's step with stock Llama's, and loading its ticket with a GPT-2 ticket of that size."""
         config = self.step_config
         stock = llama_config(config)
         masked = supermask_config(stock)
@@ -701,7 +705,7 @@ class Benchmarks:
         return f"generating {new} tokens with a model that learns, batch 1", "its ticket", 1.05, pair
 
     def input_speed(self):
-        """Seconds per token of reading and tokenising a stream, over those of the training step."""
+        """Compare seconds per token of reading and tokenising a stream with those of the training step."""
         count, step = self.size["tokens"], SupermaskGPT2LMHeadModel(self.step_config)
         with parquet_text(self.data, streaming=True) as arguments:
             stream = load_blocks(arguments).train
@@ -780,7 +784,7 @@ class Benchmarks:
         return what, "linear growth", 1.05, [max(exponents.values()), 1.0], details
 
     def tricks(self):
-        """Time and memory of a step without one trick, over those of the step with all."""
+        """Compare time and memory of a step without one trick with those of the step with all tricks."""
         for size in TRICK_SIZES:
             whole = in_fresh_process(memory_of_trick, size, None)
             for trick in tqdm(TRICKS, f"tricks, {size}", leave=False):
@@ -789,7 +793,7 @@ class Benchmarks:
                 yield f"{size}, {trick}", (f"{size}: without {trick}", "with it", None, pair, details)
 
     def rules(self):
-        """A step of every rule, and of what stands beside a rule, over one of edge-popup."""
+        """Compare a step of every rule, of row scales and of `search` with a step of edge-popup."""
         shape = {**NO_DROPOUT, **self.size["step"]}
         for name, (options, reach) in RULE_STEPS.items():
             configs = [SupermaskGPT2Config(**shape, **options), self.step_config]
@@ -800,7 +804,7 @@ class Benchmarks:
             yield name, (f"{name}: a training step", "edge_popup", reach, pair, details)
 
     def ternary(self):
-        """Ways to run a signed_constant ticket, with their memory and whether greedy tokens are the same."""
+        """Compare ways to run a signed_constant ticket: time, memory, and whether greedy tokens are the same."""
         new = self.size["generated"]
         config = copy.deepcopy(self.ticket_config)
         config.law = "signed_constant"
@@ -817,7 +821,7 @@ class Benchmarks:
                 yield kind, (f"{kind}: {new} tokens, batch 1", "stock GPT-2, float32", None, pair, details)
 
     def llama(self):
-        """Tickets in llama.cpp, against the stock model in transformers and a dense one in llama.cpp."""
+        """Compare tickets in llama.cpp with the stock model in transformers and a dense model in llama.cpp."""
         config = SupermaskGPT2Config(**NO_DROPOUT, **self.size["llama"], law="signed_constant")
         for name, row in self._in_llama(config, "GPT-2"):
             yield name, row
@@ -864,7 +868,7 @@ APART = ("tricks", "rules", "ternary", "llama", "architectures")
 
 
 def machine() -> str:
-    """Return what the figures depend on: threads, cores, instruction set and versions."""
+    """Return what the numbers depend on: threads, cores, instruction set and versions."""
     threads, cores = torch.get_num_threads(), os.cpu_count()
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}, numpy {np.__version__}"
     return f"{threads} threads, {cores} cores, {torch.backends.cpu.get_cpu_capability()}; {versions}"
@@ -885,7 +889,7 @@ def as_row(name: str, result: tuple, preset: str, repeats: int) -> dict:
 
 
 def measure(names: list[str], preset: str, repeats: int, data: Path | None = None) -> Iterator[dict]:
-    """Yield the rows of the benchmarks by these names."""
+    """Measure the benchmarks with these names and yield their rows."""
     benchmarks = Benchmarks(preset, repeats, data)
     for name in tqdm(names, "benchmarks"):
         result = getattr(benchmarks, name)()
@@ -915,7 +919,7 @@ def table(rows: list[dict]) -> str:
 
 
 def read_rows(path: Path, preset: str | None = None) -> list[dict]:
-    """The rows of a file; none if there is no such file."""
+    """Return the rows of a file, or an empty list if there is no such file."""
     if not path.is_file():
         return []
     try:
@@ -936,7 +940,7 @@ def read_rows(path: Path, preset: str | None = None) -> list[dict]:
 
 
 def merge(old: list[dict], new: list[dict]) -> list[dict]:
-    """New rows in place of old ones of the same id, in the table's order."""
+    """Return the rows in the order of the table. New rows replace old rows with the same id."""
     rows = {row["id"]: row for row in [*old, *new]}
     return sorted(rows.values(), key=lambda row: ROWS.index(row["id"]) if row["id"] in ROWS else len(ROWS))
 
@@ -959,7 +963,7 @@ def main() -> None:
         choices=[*ROWS, *APART],
         default=ROWS,
         metavar="ROW",
-        help=f"of {', '.join(ROWS)}; or {' or '.join(APART)}",
+        help=f"rows to measure, out of {', '.join(ROWS)}; or {' or '.join(APART)}",
     )
     parser.add_argument("--repeats", type=int, default=5, help="timed repeats of each side (default: 5)")
     parser.add_argument(
@@ -985,7 +989,7 @@ def main() -> None:
     new: list[dict] = []
     for row in measure(options.only, options.preset, options.repeats, options.data):
         new.append(row)
-        if options.json:  # after each: a stop loses nothing
+        if options.json:  # written after each row, so a stop loses nothing
             with replacing(options.json) as path:
                 Path(path).write_text(json.dumps(merge(old, new), indent=1) + "\n")
     print(f"{options.preset}: {machine()}")

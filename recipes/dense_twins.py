@@ -1,9 +1,9 @@
-"""The first weights and the rate of a preset's dense twin, searched as the ticket's own settings were.
+"""Search the initial weights and the rate of a preset's dense twin, as the settings of the ticket were searched.
 
     python recipes/dense_twins.py --preset nano           # 500 steps, the length of the preset
     python recipes/dense_twins.py --preset ternary         # 1,000 steps of its 10,000
 
-Standard deviations and rates, seed 0, one core per run. The best of them stands in the preset as
+Standard deviations and rates are tried with seed 0, one core per run. The best pair is in the preset as
 `dense_std` and `dense_learning_rate`, which `--compare dense` and `--control dense` use.
 
 results/dense_twins.json   every run: preset, standard deviation, rate, loss
@@ -22,7 +22,7 @@ GRIDS: dict[str, tuple[int, list[tuple[tuple[float, ...], tuple[float, ...]]]]] 
 
 
 def points_of(preset: str) -> list[Point]:
-    """The grid of a preset, and what was added to it."""
+    """Return every run of a preset: all combinations of standard deviation and rate of its grids."""
     steps, grids = GRIDS[preset]
     of = "nano" if preset == "quick" else preset
     return [
@@ -34,7 +34,7 @@ def points_of(preset: str) -> list[Point]:
 
 
 def measure(preset: str, max_steps: int, **settings: float) -> Record:
-    """Train the dense twin of a preset and return what is kept of it."""
+    """Train the dense twin of a preset and return its record."""
     fixed = {
         "config": HERE / f"{preset}.yaml",
         "control": "dense",

@@ -1,15 +1,15 @@
 """Figure 8 of arXiv 2511.04217 on prose: loss against the query/key factor, in the paper's own setting.
 
     python recipes/figure8_prose.py --preset quick                       # a smoke test of a minute
-    python recipes/figure8_prose.py --preset hour --data FOLDER          # 2 layers of 128, about an hour of a core
-    python recipes/figure8_prose.py --preset night --data FOLDER         # 4 layers of 256, about a night of two cores
+    python recipes/figure8_prose.py --preset hour --data FOLDER          # 2 layers of 128, about an hour on one core
+    python recipes/figure8_prose.py --preset night --data FOLDER         # 4 layers of 256, about a night on two cores
 
 The setting is the paper's: rule edge_popup, density 0.3, GPT-2's own normal law (std 0.02, residual projections
-smaller by the square root of twice the depth), heads of 64, and nothing is learned but the masks. The paper does
-not say how it treats the token table; here it is masked too. The text is FOLDER/enwiki2014-train.parquet, and the
-embedded corpus for the smoke test. The paper's theory has the best factor at 64 ** (1/4) = 2.83.
+smaller by the square root of twice the depth), heads of 64, and only the masks are learned. The paper does
+not say how it treats the token table; here it is masked too. The text is FOLDER/enwiki2014-train.parquet; the
+smoke test uses the embedded corpus. According to the paper's theory the best factor is 64 ** (1/4) = 2.83.
 
-The rate of the scores is chosen first, at factor 1 and seed 0, by the validation loss; every factor then has it.
+The rate of the scores is chosen first, at factor 1 and seed 0, by the validation loss. All factors then use it.
 A run that was stopped resumes from its last checkpoint in runs/.
 
 results/figure8_prose_<preset>.json   every run
@@ -106,7 +106,7 @@ def draw(records: list[Record], preset: Preset, study: Study) -> None:
 
 
 def check_text(preset: Preset) -> None:
-    """Raise `SLTError` where the text of a preset is not in this folder."""
+    """Raise `SLTError` if a text of the preset is not in the current folder."""
     for file in (name for files in preset.text.values() for name in files):
         if not Path(file).is_file():
             raise SLTError(f"no {file} in {Path.cwd()}: give the folder of the text as --data")
@@ -123,7 +123,7 @@ def main() -> None:
     file = options.out / "results" / f"figure8_prose_{options.preset}.json"
     records = Records(file, [], options.fresh, keep=True)
     if "runs" in options.only:
-        os.chdir(options.data)  # records name a text, not where it lies
+        os.chdir(options.data)  # records hold the file name of a text, not its folder
         try:
             check_text(preset)
         except SLTError as error:

@@ -1,4 +1,4 @@
-r"""The picture on top of the README: a corner of a strict ticket, from seed and scores to the model.
+r"""Draw the picture at the top of the README: a corner of a strict ticket, from seed and scores to the model.
 
     python recipes/train_gpt2_slt.py --config recipes/ternary.yaml --rule edge_popup --density 0.5 \
       --n_embd 192 --learning_rate 5e-3 --max_steps 300 --output_dir runs/strict
@@ -32,7 +32,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("ticket", type=Path)
-    parser.add_argument("checkpoint", type=Path, help="of the last step of its run: where the scores are")
+    parser.add_argument("checkpoint", type=Path, help="last checkpoint of the run, with the scores")
     parser.add_argument("output", type=Path)
     args = parser.parse_args()
 
@@ -52,7 +52,7 @@ def main() -> None:
     three = ListedColormap([BLUE, WHITE, RED])
     shades = (
         ListedColormap([WHITE, WHITE, GREY]) if strict else three
-    )  # a mask that has no sign has no colour
+    )  # a mask without signs is drawn in grey
     panels = (
         ("random weights", origin, np.sign(weights), three, None),
         ("scores", "learned; one for each weight", scores, "PuOr_r", np.abs(scores).max()),

@@ -2,23 +2,23 @@
 
     python recipes/figures_gpt2.py --preset quick     # a smoke test
     python recipes/figures_gpt2.py --preset cpu       # the study in recipes/README.md, two cores
-    python recipes/figures_gpt2.py --preset long      # the same with more of everything: a day
+    python recipes/figures_gpt2.py --preset long      # the same with more seeds and settings: a day
 
 Figures 7 and 8 at the paper's own sizes, on GPUs, are made by reproduce.sh beside this file.
 
-Every point is one ordinary run of the training loop, on one thread, and can be repeated exactly:
+Every point is one ordinary run of the training loop, on one thread, and can be repeated bit for bit:
 
     python recipes/figures_gpt2.py --preset cpu --point "recall qk_scale=2 seed=1"
 
-recall.png      recall, a task that only attention solves: which query/key factors let a mask be found, and
-                when, for several head widths, with and without LayerNorm
-induction.png   the same of repeated sequences, where two layers have to work together
+recall.png      recall, a task that needs attention: with which query/key factors a mask is found, and after how
+                many steps, for several head widths, with and without LayerNorm
+induction.png   the same for repeated sequences, where two layers have to work together
 fig8.png        text: validation loss against the query/key factor, also after more steps
-bytes.png       text: validation loss against the bytes of the file, beside quantised dense models
-ablations.png   text: what each choice is worth
+bytes.png       text: validation loss against the bytes of the file, compared with quantised dense models
+ablations.png   text: how much each setting changes the loss
 fig7.png        text: validation loss against non-zero parameters
 
-Records go to results/gpt2_<preset>.json as they come; a study that is stopped resumes from there.
+Each record is written to results/gpt2_<preset>.json as soon as it is measured; a study that is stopped resumes there.
 """
 
 import copy
@@ -51,13 +51,13 @@ from hf_slt.training.arguments import Arguments
 from hf_slt.training.batches import validation_batches
 from hf_slt.training.run import Run
 
-UNSOLVED = -100  # the label of a token that is not to be predicted
+UNSOLVED = -100  # the label of a token that is not predicted
 
-# -- tasks that only attention solves ---------------------------------------------------------------
+# -- tasks that need attention ----------------------------------------------------------------------
 
 
 class Exercise(TokenBlocks):
-    """Sequences of which only the tokens in `asked` (length,) are to be predicted."""
+    """Sequences in which only the tokens in `asked` (length,) are predicted."""
 
     def __init__(self, array: np.ndarray, asked: np.ndarray) -> None:
         super().__init__(array.astype(np.uint16), array.size)  # bits per byte are then bits per token
@@ -69,10 +69,10 @@ class Exercise(TokenBlocks):
 
 
 def make_induction(count: int, seed: int, tokens: int, shortest: int, longest: int, length: int) -> Exercise:
-    """Random sequences that repeat with a period in shortest..longest; asked is the second half.
+    """Make random sequences that repeat with a period in shortest..longest; the second half is predicted.
 
-    A model that finds an earlier place of the present token, and what came after it, can predict the next.
-    That takes two layers: one gives each place the token before it, the other looks for the present token.
+    A model can predict the next token if it finds an earlier copy of the current token and reads what came after it.
+    That takes two layers: one gives each position the token before it, the other looks for the current token.
     """
     rng = np.random.default_rng(seed)
     period = rng.integers(shortest, longest + 1, (count, 1))
@@ -83,12 +83,12 @@ def make_induction(count: int, seed: int, tokens: int, shortest: int, longest: i
 
 
 def make_recall(count: int, seed: int, keys: int, values: int) -> Exercise:
-    """Pairs of a key and a value, one token each, then every key with its value as the answer asked for.
+    """Make sequences of pairs (key and value in one token), then every key as a question with its value as the answer.
 
         pair k*values + v, ... in any order | question k, answer v, question k', answer v', ...
 
     One layer of attention is enough: the question looks for the pairs of its key, and takes the value.
-    Without attention all values are alike: ln(values) nats.
+    Without attention all values are equally likely, and the loss is ln(values) nats.
     """
     rng = np.random.default_rng(seed)
     value = rng.integers(0, values, (count, keys))
@@ -104,7 +104,7 @@ def make_recall(count: int, seed: int, keys: int, values: int) -> Exercise:
 
 
 def numbers_tokenizer(size: int) -> PreTrainedTokenizerFast:
-    """Tokens that are called 0, 1, 2, ...: the loop stores a tokenizer beside every model."""
+    """Make a tokenizer with the tokens 0, 1, 2, ...: the training loop stores a tokenizer with every model."""
     numbers = Tokenizer(models.WordLevel({str(token): token for token in range(size)}, unk_token="0"))
     return PreTrainedTokenizerFast(tokenizer_object=numbers, unk_token="0", eos_token="0")
 
@@ -114,11 +114,11 @@ def numbers_tokenizer(size: int) -> PreTrainedTokenizerFast:
 
 @dataclass(frozen=True)
 class Task:
-    """What all runs on some data have in common."""
+    """The settings that all runs on the same data share."""
 
     base: dict[str, Any]  # arguments of the training loop, by name
     solved: float | None = None  # the run ends when the validation loss is below this
-    half: float = 0.0  # half of what is known without attention: below it, a mask has switched
+    half: float = 0.0  # half of the best loss without attention: below it, a mask has switched
     exercise: Callable[..., Exercise] | None = None
     shape: dict[str, int] = field(default_factory=dict)  # arguments of `exercise`
     vocabulary: int = 0
@@ -132,7 +132,7 @@ _COMMON = {
     "warmup_steps": 30,
     "save_steps": 0,
 }
-# Rates stay level in exercises: when a task is solved then does not depend on the steps allowed for it.
+# Rates are constant in exercises, so the step at which a task is solved does not depend on max_steps.
 _EXERCISE = {
     **_COMMON,
     "law": "normal",
@@ -150,7 +150,7 @@ TASKS = {
         {**_EXERCISE, "n_layer": 2, "n_embd": 128, "n_inner": 128, "n_head": 2, "n_qk": 64, "n_v": 64,
          "embedding_range": 0.01, "learning_rate": 3e-3, "block_size": 32,
          "max_steps": 1000, "eval_steps": 50},
-        # Who knows the tokens of the period, but not their order, has the mean of ln(period): twice this.
+        # A model that knows the tokens of the period, but not their order, has the mean of ln(period): twice `half`.
         solved=0.75, half=sum(map(math.log, range(4, 13))) / 18, exercise=make_induction,
         shape={"tokens": 32, "shortest": 4, "longest": 12, "length": 32}, vocabulary=32,
     ),
@@ -164,7 +164,7 @@ TASKS = {
 
 @dataclass(frozen=True)
 class Point:
-    """One run: a task, what differs from its base, a seed; and the experiments that draw it."""
+    """One run: a task, the changes to its base, a seed, and the experiments that draw it."""
 
     task: str
     changes: tuple[tuple[str, Any], ...]
@@ -173,24 +173,25 @@ class Point:
 
     @property
     def id(self) -> str:
+        """Name of the run, for `--point` and for its folder."""
         changes = (f"{name}={value}" for name, value in self.changes)
         return " ".join([self.task, *changes, f"seed={self.seed}"])
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All that `measure` has to know."""
+        """All arguments of `measure`."""
         of = {"task": self.task, **TASKS[self.task].base, **dict(self.changes), "seed": self.seed}
         return {**of, "quantised": True} if "bytes" in self.experiments else of
 
 
 def settings_of(task: str, **changes: Any) -> tuple[tuple[str, Any], ...]:
-    """Changes in one order, without those that change nothing."""
+    """Return the changes sorted by name, without those that equal the base of the task."""
     base = TASKS[task].base
     return tuple((name, value) for name, value in sorted(changes.items()) if base.get(name) != value)
 
 
 def points_of(runs: Iterable[tuple[str, int, str, dict[str, Any]]]) -> list[Point]:
-    """Runs as experiment, seed, task, changes; one that several experiments ask for becomes one point."""
+    """Return the points of runs (experiment, seed, task, changes). A run of several experiments becomes one point."""
     found: dict[tuple, list[str]] = {}
     for experiment, seed, task, changes in runs:
         found.setdefault((task, settings_of(task, **changes), seed), []).append(experiment)
@@ -200,7 +201,7 @@ def points_of(runs: Iterable[tuple[str, int, str, dict[str, Any]]]) -> list[Poin
 FACTORS = (1, 1.41, 2, 2.83, 4, 5.66, 8)  # powers of sqrt 2: n^(1/4) of 16, 64 and 256 are among them
 PAPER_FACTORS = (1, 1.5, 2, "paper", 3.5, 4, 5)
 KINDS: tuple[dict[str, Any], ...] = ({"control": "dense"}, {"qk_scale": 1}, {"qk_scale": "paper"})  # figure 7
-PLAIN = {"qk_scale": "paper"}  # each ablation changes one thing of it
+PLAIN = {"qk_scale": "paper"}  # each ablation changes one setting of it
 ABLATIONS: dict[str, dict[str, Any]] = {
     "signed constant, density 0.5, rate 1e-2": PLAIN,
     "normal law": {**PLAIN, "law": "normal"},
@@ -212,7 +213,7 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "embeddings trained": {**PLAIN, "embedding": "trained"},
     "no width-aware scale": {**PLAIN, "scale_with_width": False},
     "no LayerNorm": {**PLAIN, "layer_norm": False},
-    "score rate 3e-3": {**PLAIN, "learning_rate": 3e-3},  # with AdamW also: first scores 3 times as large
+    "score rate 3e-3": {**PLAIN, "learning_rate": 3e-3},  # or initial scores 3 times as large
     "score rate 3e-2": {**PLAIN, "learning_rate": 3e-2},
     "score rate 5e-3, factor 2 (as nano)": {"learning_rate": 5e-3, "qk_scale": 2},
     "SGD, rate 1": {**PLAIN, "optim": "sgd", "learning_rate": 1.0},
@@ -228,15 +229,15 @@ def points(preset: Preset) -> list[Point]:
     return points_of(
         (experiment, seed, EXPERIMENTS[experiment][0], {**changes, **preset.shorter})
         for experiment in EXPERIMENTS
-        for seed in range(preset.seeds[experiment])  # a study that is stopped has all settings of a seed
+        for seed in range(preset.seeds[experiment])  # so a study that is stopped has all settings of a seed
         for name, changes in plan
         if name == experiment
     )
 
 
 def planned_runs(preset: Preset) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield experiments, and what a run of theirs changes."""
-    # Without LayerNorm to amplify them, embeddings of GPT-2's size leave queries, keys, logits near zero.
+    """Yield an experiment and the settings that one of its runs changes."""
+    # Without LayerNorm, embeddings of GPT-2's size would give queries, keys and logits near zero.
     bare = {"layer_norm": False, "embedding_range": 0.05}
     dense = {"control": "dense"}
     stock = {**dense, "n_qk": None, "n_v": None}
@@ -261,10 +262,10 @@ def planned_runs(preset: Preset) -> Iterator[tuple[str, dict[str, Any]]]:
     for density in preset.densities:
         yield "bytes", {**PLAIN, "density": density}
         yield "bytes", {**PLAIN, "density": density, "embedding": "trained"}
-    # each width at the rate that suits it: a fair opponent
+    # Every width gets several rates, for a fair comparison.
     for width, rate in product(preset.dense_widths, preset.dense_rates):
         yield "bytes", {**dense, "n_embd": width, "weight_learning_rate": rate}
-    for steps in preset.longer:  # a small dense model is quicker by the step: let it have more of them
+    for steps in preset.longer:  # a step of a small dense model is faster, so it gets more steps
         yield "bytes", {**PLAIN, "max_steps": steps}
         small = {"density": 0.3, "embedding": "trained", "embedding_bits": 4}
         yield "bytes", {**PLAIN, "max_steps": steps, **small}
@@ -294,7 +295,7 @@ class UntilSolved(TimedRun):
 
 @cache
 def corpus_of(task: str, count: int, **data: Any) -> Corpus:
-    """The embedded corpus, or `count` fresh sequences: the same for every seed but for their order."""
+    """Return the embedded corpus, or `count` new sequences. Every seed has the same ones, in another order."""
     made = TASKS[task]
     if made.exercise is None:
         return load_blocks(DataArguments(**data))
@@ -303,7 +304,7 @@ def corpus_of(task: str, count: int, **data: Any) -> Corpus:
 
 
 def measure(task: str, quantised: bool = False, **settings: Any) -> Record:
-    """Run a point and return what is kept of it."""
+    """Run a point and return its record."""
     solved = TASKS[task].solved
     data = {
         name: settings[name] for name in ("vocab_size", "block_size", "validation_blocks") if name in settings
@@ -325,7 +326,7 @@ def measure(task: str, quantised: bool = False, **settings: Any) -> Record:
 
 
 def outcome(report: dict[str, Any], log: Iterable[dict[str, Any]]) -> Record:
-    """Losses and sizes of a run."""
+    """Return the losses and sizes of a run."""
     return {
         **{name: report[name] for name in ("steps", "loss", "best_loss", "text")},
         "curve": [(seen["step"], seen["loss"]) for seen in log if seen["kind"] == "evaluation"],
@@ -337,7 +338,7 @@ def outcome(report: dict[str, Any], log: Iterable[dict[str, Any]]) -> Record:
 
 
 def sizes_of(folder: Path) -> dict[str, Any]:
-    """Non-zero parameters and bytes of a saved ticket or dense model."""
+    """Return the non-zero parameters and the bytes of a saved ticket or dense model."""
     files = list(folder.glob("*.safetensors"))
     file_bytes = sum(path.stat().st_size for path in files)
     if not (folder / MASK_FILE).exists():
@@ -359,9 +360,9 @@ def trained_weights(model: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def store_trained(model: torch.nn.Module, bits: int) -> int:
-    """Round the trained weights of a model as if stored in `bits` bits each; the bytes they take.
+    """Round the trained weights of a model as if stored in `bits` bits each. Return the bytes that they take.
 
-    Matrices are quantised below 16 bits; vectors (gains, biases) always stay float16.
+    Below 16 bits, matrices are quantised; vectors (gains, biases) always stay float16.
     """
     total = 0
     with torch.no_grad():
@@ -377,9 +378,9 @@ def store_trained(model: torch.nn.Module, bits: int) -> int:
 
 
 def stored_forms(run: Run, found: Record) -> list[dict[str, Any]]:
-    """Bytes and loss with the trained weights in 16, 8 and 4 bits, beside masks at their entropy."""
+    """Return bytes and loss with the trained weights in 16, 8 and 4 bits. Masks count with their entropy."""
     masks = found["mask_bytes"]
-    if (bits := run.arguments.model.embedding_bits) != 32:  # the ticket holds them so, and was trained so
+    if (bits := run.arguments.model.embedding_bits) != 32:  # trained and stored with these bits
         return [{"bits": bits, "bytes": masks + found["value_bytes"], "loss": found["loss"]}]
     whole = run.accelerator.unwrap_model(run.model)
     forms = []
@@ -393,7 +394,7 @@ def stored_forms(run: Run, found: Record) -> list[dict[str, Any]]:
 
 
 def repeat(point: Point, records: Records) -> int:
-    """Run one point again and compare it with its record; 0 if every loss is the same to the last bit."""
+    """Run one point again and compare it with its record. Return 0 if every loss is bit-identical."""
     ((_, found),) = studies.measure_all(measure, [point.settings], workers=1)
     print(f"{point.id}: loss {found['loss']!r} after {found['steps']} steps, {found['seconds']} s")
     known = records.get(point.settings)
@@ -405,18 +406,18 @@ def repeat(point: Point, records: Records) -> int:
     return 0 if same else 1
 
 
-# -- what a record tells ----------------------------------------------------------------------------
+# -- numbers from records ---------------------------------------------------------------------------
 
 
 def factor_of(record: Record) -> float:
-    """The query/key factor of a record as a number."""
+    """Return the query/key factor of a record as a number."""
     of = record["of"]
     width = of.get("n_qk") or of["n_embd"] // of["n_head"]
     return width**0.25 if of["qk_scale"] == "paper" else float(of["qk_scale"])
 
 
 def taken(record: Record) -> float:
-    """Steps until a mask had switched, on a line between two evaluations; infinite if it never did."""
+    """Return the steps until a mask switched, interpolated between two evaluations; infinite if it never did."""
     half = TASKS[record["of"]["task"]].half
     before, high = 0, math.nan
     for step, loss in record["curve"]:
@@ -427,21 +428,21 @@ def taken(record: Record) -> float:
 
 
 def bottom(points: Iterable[tuple[float, float]]) -> float | None:
-    """Where a parabola through the points is lowest, if it has a lowest; x is logarithmic."""
+    """Return where a parabola through the points (over log x) is lowest, or None if it has no minimum."""
     x, y = zip(*points, strict=True)
     a, b, _ = np.polyfit(np.log(x), y, 2)
     return math.exp(-b / (2 * a)) if a > 0 else None
 
 
 def quickest_factor(records: Iterable[Record]) -> float | None:
-    """The bottom of a parabola through log steps over log factor, where all seeds switched."""
+    """Return the minimum of a parabola through log steps over log factor, for factors where all seeds switched."""
     steps = {factor: [taken(r) for r in records] for factor, records in group(records, factor_of).items()}
     points = [(f, statistics.mean(map(math.log, s))) for f, s in steps.items() if max(s) < math.inf]
     return bottom(points) if len(points) >= 4 else None
 
 
 def lowest_factor(records: Iterable[Record]) -> float | None:
-    """The bottom of a parabola over log factor through the lowest mean loss and its two neighbours."""
+    """Return the minimum of a parabola over log factor through the lowest mean loss and its two neighbours."""
     groups = group(records, factor_of)
     points = [(factor, statistics.mean(best_losses(records))) for factor, records in groups.items()]
     lowest = min(range(len(points)), key=lambda place: points[place][1])
@@ -460,7 +461,7 @@ Found = dict[str, list[Record]]  # by experiment
 
 
 def draw_losses(axes: Any, groups: dict[float, list[Record]], place: int, label: str | None) -> list[float]:
-    """A line through the mean of each group's lowest losses, with their standard deviation; the means."""
+    """Draw a line through the mean of each group's lowest losses, with standard deviations. Return the means."""
     means = [statistics.mean(best_losses(records)) for records in groups.values()]
     spreads = [np.std(best_losses(records), ddof=min(1, len(records) - 1)) for records in groups.values()]
     axes.errorbar(list(groups), means, spreads, capsize=3, label=label, **line(place))
@@ -468,7 +469,7 @@ def draw_losses(axes: Any, groups: dict[float, list[Record]], place: int, label:
 
 
 def draw_widths(every: Iterable[Any], widths: Iterable[int]) -> None:
-    """A dotted line at n^(1/4) for every head width."""
+    """Draw a dotted line at n^(1/4) for every head width."""
     for axes, (place, n) in product(every, enumerate(widths)):
         axes.axvline(n**0.25, color=f"C{place}", linestyle=":", linewidth=1)
 
@@ -481,7 +482,7 @@ def show_factors(axes: Any, factors: Iterable[float]) -> None:
 
 
 def draw_switching(column: Any, curves: dict[str, list[Record]]) -> None:
-    """Above, the share of seeds that switch; below, the steps it takes them: median and seeds."""
+    """Draw the share of seeds that switch (above), and the steps they need (below): the median and each seed."""
     shares, steps = column
     found = [record for records in curves.values() for record in records]
     if not found:
@@ -489,7 +490,7 @@ def draw_switching(column: Any, curves: dict[str, list[Record]]) -> None:
     longest = found[0]["of"]["max_steps"]
     for place, (label, records) in enumerate(curves.items()):
         groups = group(records, factor_of)
-        # A seed that never switches is drawn above all that do: a median stands that.
+        # A seed that never switches is drawn above all others. This does not spoil a median.
         needed = [[min(taken(record), longest * 1.1) for record in group] for group in groups.values()]
         if (best := quickest_factor(records)) is not None:
             label += f": quickest at {best:.1f}"
@@ -507,13 +508,13 @@ def draw_switching(column: Any, curves: dict[str, list[Record]]) -> None:
 
 
 def of_widths(records: Iterable[Record]) -> tuple[list[int], dict[str, list[Record]]]:
-    """Head widths, and the tickets of each by a label."""
+    """Return the head widths, and the records of tickets of each width by a label."""
     groups = group(select(records, control=None), "n_qk")
     return list(groups), {f"head width {n}": records for n, records in groups.items()}
 
 
 def draw_recall(preset: Preset, found: Found, study: Study) -> None:
-    """Draw when recall is solved, with and without LayerNorm."""
+    """Draw after how many steps recall is solved, with and without LayerNorm."""
     figure, grid = panels(2, 2, 10, 6.5, sharey="row")
     titles = {"recall": "with LayerNorm", "no_norm": "without LayerNorm"}
     for column, (experiment, title) in zip(grid.T, titles.items(), strict=True):
@@ -525,7 +526,7 @@ def draw_recall(preset: Preset, found: Found, study: Study) -> None:
 
 
 def draw_induction(preset: Preset, found: Found, study: Study) -> None:
-    """Draw when induction is solved, and how far."""
+    """Draw after how many steps induction is solved, and the lowest losses."""
     figure, grid = panels(2, 2, 11, 7)
     (shares, losses), (steps, curves) = grid
     task = TASKS["induction"]
@@ -561,7 +562,7 @@ def draw_induction(preset: Preset, found: Found, study: Study) -> None:
 
 
 def draw_fig8(preset: Preset, found: Found, study: Study) -> None:
-    """A line for each model and length of training: mean and std over seeds."""
+    """Draw a line for each model and length of training: mean and std over seeds."""
     figure, ((axes,),) = panels(1, 1, 7.5, 4.8)
     tickets = [*found["fig8"], *found["longer"]]
     models = group(tickets, lambda record: (record["of"]["task"], record["steps"]))
@@ -579,7 +580,7 @@ def draw_fig8(preset: Preset, found: Found, study: Study) -> None:
 
 
 def draw_bytes(preset: Preset, found: Found, study: Study) -> None:
-    """A panel for each length of training; of several rates the best."""
+    """Draw loss against bytes, with a panel for each length of training; of several rates, only the best is shown."""
     lengths = group(found["bytes"], "max_steps")
     figure, ((*row,),) = panels(1, len(lengths), 4.4 * len(lengths) + 1, 4.6)
     ticket: dict[str, Any] = {"control": None, "embedding": "trained"}
@@ -592,7 +593,7 @@ def draw_bytes(preset: Preset, found: Found, study: Study) -> None:
         for place, (label, kind, bits) in enumerate(curves):
             forms = [form for record in select(records, **kind) for form in record["stored"]]
             sizes = [(form["bytes"] / 1000, form["loss"]) for form in forms if form["bits"] == bits]
-            if best := dict(sorted(sizes, key=lambda form: (form[0], -form[1]))):  # the last of a size stays
+            if best := dict(sorted(sizes, key=lambda form: (form[0], -form[1]))):  # keeps the lowest loss
                 dashes = "--" if label.startswith("dense") else "-"
                 axes.plot(list(best), list(best.values()), dashes, label=label, **line(place))
         axes.set(xlabel="kilobytes (masks at log2 C(n, k) bits)", ylabel="validation loss (nats per token)")
@@ -606,7 +607,7 @@ def draw_bytes(preset: Preset, found: Found, study: Study) -> None:
 
 
 def draw_ablations(preset: Preset, found: Found, study: Study) -> None:
-    """Draw what each choice is worth."""
+    """Draw the loss of each ablation."""
     figure, ((axes,),) = panels(1, 1, 8, 0.4 * len(preset.ablations) + 1.2)
     unset = dict.fromkeys(name for changes in ABLATIONS.values() for name in changes)
     base = {**unset, **TASKS["text"].base}
@@ -671,7 +672,7 @@ PRESETS = studies.presets(
         "longer_rates": (3e-3,),  # the best of dense_rates for widths 48 and 64
         "ablations": tuple(ABLATIONS),
         "sizes": ((64, 2), (128, 2), (128, 4)),  # figure 7: width, depth
-        "shorter": {},  # changes of every run
+        "shorter": {},  # changes to every run
     },
     cpu={
         "seeds": {"recall": 3, "no_norm": 2, "induction": 3, "induction_no_norm": 1}
@@ -709,7 +710,7 @@ PRESETS = studies.presets(
 
 
 def found_of(points: Iterable[Point], records: Records) -> Found:
-    """The records of every experiment, in the order of the points."""
+    """Return the records of every experiment, in the order of the points."""
     found: Found = {experiment: [] for experiment in EXPERIMENTS}
     for point in points:
         for experiment in point.experiments if records.get(point.settings) else ():
@@ -721,9 +722,9 @@ def found_of(points: Iterable[Point], records: Records) -> Found:
 
 
 def leave_launch() -> bool:
-    """Under `accelerate launch` with several processes: whether this one is not the first.
+    """Return whether this is an extra process of `accelerate launch`, and leave the process group.
 
-    Points are independent and their workers many, so one process is enough; it forgets the others.
+    Points are independent, and the study starts its own workers, so one process is enough.
     """
     others = int(os.environ.get("RANK", 0)) > 0
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):

@@ -1,4 +1,4 @@
-"""The Hessian of attention, measured: growth, the authors' own setting, scores (arXiv 2410.10986).
+"""Measure the Hessian of attention (arXiv 2410.10986): its growth, the authors' own setting, and scores.
 
     python recipes/figures_hessian.py --preset quick                # one seed, a few core-minutes
     python recipes/figures_hessian.py --preset full                 # three seeds, two laws, ten core-minutes
@@ -6,12 +6,13 @@
 
 hessian_growth.png     one attention layer in closed form: Frobenius norm of each block against the scale
                        of the input, softmax and linear, without and with LayerNorm; slopes by window
-hessian_addition.png   a one-block GPT-2 on 5-digit addition against the norms the authors published
-hessian_scores.png     supermask GPT-2 over scores: are query, key and value even, and at which qk_scale?
-hessian_advice.png     does it help to set scale and rates by curvature (`advise`)? nano's shape with and
-                       without, with and without LayerNorm
+hessian_addition.png   a one-block GPT-2 on 5-digit addition, compared with the norms that the authors published
+hessian_scores.png     a supermask GPT-2: at which qk_scale do query, key and value scores have equal curvature?
+hessian_advice.png     does it help to set scale and rates by curvature (`advise`)? A model of nano's shape with and
+                       without the advice, with and without LayerNorm
 
-Records go to results/hessian_<preset>_<figure>.json as they come; a study that is stopped resumes from there.
+Each record is written to results/hessian_<preset>_<figure>.json as soon as it is measured; a study that is stopped
+resumes from there.
 """
 
 import math
@@ -50,7 +51,7 @@ from hf_slt.training.monitoring import attention_moments
 from hf_slt.training.run import build_model
 
 NORMS = {True: "LayerNorm", False: "no LayerNorm"}
-# Sigmas of growth are counted from 0.01 to 10. Scales are those of query and key, for heads of width 64.
+# `sigmas` is the number of input scales from 0.01 to 10. `scales` are query/key scales, for heads of width 64.
 PRESETS = studies.presets(
     {},
     quick={
@@ -75,8 +76,8 @@ PROBES = 10
 # Growth with the scale of the input
 
 PAIRS = ("qq", "kk", "qk", "qv", "kv", "vv")
-HALVES = {"outer": "-", "functional": "--"}  # of the Hessian, and their lines
-WINDOWS = ((0.01, 0.1), (1.0, 10.0))  # slopes are fitted in each; one line over both would mean nothing
+HALVES = {"outer": "-", "functional": "--"}  # the two parts of the Hessian, and their line styles
+WINDOWS = ((0.01, 0.1), (1.0, 10.0))  # a slope is fitted in each; one line over both would be meaningless
 
 
 def points_growth(preset: Preset) -> list[Point]:
@@ -86,13 +87,13 @@ def points_growth(preset: Preset) -> list[Point]:
 
 
 def measure_growth(softmax: bool, layer_norm: bool, sigma: float, size: int = 8, seeds: int = 8) -> Record:
-    """Norms of every block, mean over seeds: X ~ N(0, sigma^2), weights N(0, 1/d), Y ~ N(0, 1)."""
+    """Return the norms of every block, mean over seeds: X ~ N(0, sigma^2), weights N(0, 1/d), Y ~ N(0, 1)."""
     norms = {half: dict.fromkeys(PAIRS, 0.0) for half in HALVES}
     for seed in range(seeds):
         generator = torch.Generator().manual_seed(seed)
         X, Y, *weights = (torch.randn(size, size, generator=generator, dtype=torch.float64) for _ in range(5))
         X = sigma * X
-        if layer_norm:  # without epsilon, which would bring the scale back where sigma^2 is near it
+        if layer_norm:  # without epsilon: the result would depend on sigma where sigma^2 is near epsilon
             X = torch.nn.functional.layer_norm(X, (size,), eps=0.0)
         H = attention_hessian(X, *[w / math.sqrt(size) for w in weights], Y, softmax=softmax)
         for half, pair in product(HALVES, PAIRS):
@@ -101,7 +102,7 @@ def measure_growth(softmax: bool, layer_norm: bool, sigma: float, size: int = 8,
 
 
 def slopes(records: list[Record], half: str, pair: str) -> list[float] | None:
-    """Log-log slope of a block against sigma in each window; None of a block that is zero."""
+    """Return the log-log slope of a block against sigma in each window, or None if the block is zero."""
     sigma, norm = np.array([(r["of"]["sigma"], r[half][pair]) for r in records]).T
     if norm.min() == 0:
         return None
@@ -120,12 +121,12 @@ def draw_growth(records: list[Record], preset: Preset, study: Study) -> dict[str
             short = f"{pair} {'H_o' if half == 'outer' else 'H_f'}"
             found[f"{kind}, {short}"] = fits = slopes(points, half, pair)
             if fits:
-                shown = " / ".join(f"{round(slope, 2) + 0.0:.2f}" for slope in fits)  # no minus before a zero
+                shown = " / ".join(f"{round(slope, 2) + 0.0:.2f}" for slope in fits)  # avoids "-0.00"
                 curve = zip(*((r["of"]["sigma"], r[half][pair]) for r in points), strict=True)
                 axes.loglog(*curve, style, color=f"C{place}", label=f"{short}  {shown}")
         axes.set(title=kind, ylabel="Frobenius norm")
         axes.legend(fontsize=6.5, title="slopes, sigma .01-.1 / 1-10")
-        if layer_norm:  # flat lines: room for them and the legend
+        if layer_norm:  # the lines are flat: leave room for the legend
             low, high = axes.get_ylim()
             axes.set_ylim(low / 300, high * 10)
     for axes in table[-1]:
@@ -138,7 +139,7 @@ def draw_growth(records: list[Record], preset: Preset, study: Study) -> dict[str
 # ---------------------------------------------------------------------------------------------------
 # The authors' setting
 
-# Frobenius norms that the authors measured, {(LayerNorm, sigma): (Q of H, Q of H_o, V of H)}.
+# Frobenius norms that the authors published, {(LayerNorm, sigma): (Q of H, Q of H_o, V of H)}.
 PUBLISHED = {
     (False, 0.01): (7.28e-10, 2.86e-12, 3.82e-4),
     (False, 0.0886): (3.55e-5, 1.28e-6, 0.0282),
@@ -154,7 +155,7 @@ SHORT = {"norm": "H", "norm_outer": "H_o"}
 
 
 def additions(count: int, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Rows "12345+67890=080235" over 12 tokens; only the six digits of the answer are predicted."""
+    """Make rows "12345+67890=080235" over 12 tokens; only the six digits of the answer are predicted."""
     generator = torch.Generator().manual_seed(seed)
     pairs = torch.randint(0, 10**5, (count, 2), generator=generator).tolist()
     ids = torch.tensor([["0123456789+=".index(c) for c in f"{a:05d}+{b:05d}={a + b:06d}"] for a, b in pairs])
@@ -164,7 +165,7 @@ def additions(count: int, seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def addition_model(sigma: float, seed: int = 0, width: int = 128) -> GPT2LMHeadModel:
-    """One untrained block: weights N(0, (0.8 / sqrt(width))^2), token and position tables N(0, sigma^2)."""
+    """Make one untrained block: weights N(0, (0.8 / sqrt(width))^2), token and position tables N(0, sigma^2)."""
     shape = {"n_layer": 1, "n_embd": width, "n_head": 1, "n_inner": 512, "vocab_size": 12, "n_positions": 18}
     plain = {"tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None}
     model = GPT2LMHeadModel(GPT2Config(**shape, **plain, activation_function="relu"))
@@ -184,7 +185,7 @@ def points_addition(preset: Preset) -> list[Point]:
 
 
 def measure_addition(layer_norm: bool, sigma: float, seed: int, probes: int) -> Record:
-    """Norms of the query, key and value blocks."""
+    """Return the norms of the query, key and value blocks."""
     model, batch, how = addition_model(sigma, seed), additions(64, seed), "keep" if layer_norm else "remove"
     exact: dict[str, Any] = {"layer_norm": how, "eigenvalues": False, "dtype": torch.float64}
     rows = block_curvature(model, batch, ("q", "k", "v"), probes=probes, seed=seed, **exact)
@@ -192,7 +193,7 @@ def measure_addition(layer_norm: bool, sigma: float, seed: int, probes: int) -> 
 
 
 def addition_ratios(records: list[Record]) -> list[dict[str, Any]]:
-    """Geometric mean over seeds, divided by the published norm."""
+    """Return our norms (geometric means over seeds) divided by the published norms."""
     found = []
     for (layer_norm, sigma), published in PUBLISHED.items():
         points = select(records, layer_norm=layer_norm, sigma=sigma)
@@ -206,7 +207,7 @@ def addition_ratios(records: list[Record]) -> list[dict[str, Any]]:
 
 
 def draw_addition(records: list[Record], preset: Preset, study: Study) -> dict[str, Any]:
-    """Draw our block norms beside the authors'."""
+    """Draw our block norms and those of the authors."""
     figure, ((*row,),) = panels(1, 2, 11, 4.6)
     ratios = addition_ratios(records)
     colours = {"q": "C0", "k": "C2", "v": "C1"}
@@ -237,7 +238,7 @@ def draw_addition(records: list[Record], preset: Preset, study: Study) -> dict[s
 
 
 def text_batch(count: int = 4, length: int = 64, seed: int = 0) -> torch.Tensor:
-    """Bytes of Python's own language reference, which every installation has."""
+    """Return bytes of Python's own language reference, which every installation has."""
     text = "\n".join(topics.topics[name] for name in sorted(topics.topics)).encode()
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(0, len(text) - length, (count,), generator=generator).tolist()
@@ -248,7 +249,7 @@ def points_scores(preset: Preset) -> list[Point]:
     """Return the points of curvature over scores."""
 
     def points(n: int, law: str, layer_norm: bool) -> list[Point]:
-        # Where blocks are even moves with the width; the range of scales goes along.
+        # The scale of equal curvature grows with the head width, so the range of scales does too.
         scales = [round(scale * (n / 64) ** 0.25, 3) for scale in preset.scales]
         same = {"law": [law], "layer_norm": [layer_norm], "n_qk": [n], "every_block": [n == 64]}
         return grid(**same, seed=range(preset.seeds), qk_scale=scales, probes=[PROBES])
@@ -261,7 +262,7 @@ def points_scores(preset: Preset) -> list[Point]:
 def measure_scores(
     law: str, layer_norm: bool, qk_scale: float, n_qk: int, seed: int, probes: int, every_block: bool
 ) -> Record:
-    """Curvature over scores by block, geometric means over the layers of a 2-layer supermask GPT-2."""
+    """Return the curvature over scores by block: geometric means over the layers of a 2-layer supermask GPT-2."""
     shape = {"n_layer": 2, "n_embd": 128, "n_head": 2, "n_v": 64, "vocab_size": 256, "n_positions": 64}
     plain = {"bos_token_id": None, "eos_token_id": None, "density": 0.5, "scale_with_width": True}
     own = {"n_qk": n_qk, "law": law, "layer_norm": layer_norm, "qk_scale": qk_scale, "seed": seed}
@@ -277,12 +278,12 @@ def measure_scores(
 
 
 def value_to_query(values: dict[str, float]) -> float:
-    """Value over the geometric mean of query and key."""
+    """Return the value entry divided by the geometric mean of query and key."""
     return values["v"] / math.sqrt(values["q"] * values["k"])
 
 
 def even_scales(records: list[Record]) -> list[dict[str, Any]]:
-    """The scale where value and query meet, interpolated, per law, LayerNorm, width and measure."""
+    """Return the scale where value and query are equal, interpolated, by law, LayerNorm, width and measure."""
     found = []
     names = ("law", "layer_norm", "n_qk")
     for key in dict.fromkeys(tuple(r["of"][name] for name in names) for r in records):
@@ -290,7 +291,7 @@ def even_scales(records: list[Record]) -> list[dict[str, Any]]:
         groups = group(select(records, **where), "qk_scale")
         for what in ("rms", "mean_outer"):
             ratios = [geometric_mean(value_to_query(r[what]) for r in rs) for rs in groups.values()]
-            # The ratio falls with the scale; np.interp wants it rising. No extrapolation.
+            # The ratio falls with the scale, but np.interp needs rising values. No extrapolation.
             logs, at = np.log(ratios[::-1]), np.log(list(groups)[::-1])
             even = math.exp(np.interp(0.0, logs, at)) if min(logs) <= 0 <= max(logs) else None
             ratio_at = {f"{s:g}": float(f"{r:.3g}") for s, r in zip(groups, ratios, strict=True)}
@@ -348,7 +349,7 @@ def draw_scores(records: list[Record], preset: Preset, study: Study) -> dict[str
 
 FACTORS = (0.35, 0.5, 0.71, 1.0, 1.41, 2.0, 2.83)
 LIMIT = 8.0
-# Groups of scores: the blocks that are in them, and what is in the names of their parameters.
+# Groups of scores: their blocks, and parts of the names of their parameters.
 GROUPS = {
     "query": (("q",), ("query_scores",)),
     "key": (("k",), ("key_scores",)),
@@ -362,18 +363,19 @@ GROUPS = {
 def advise(
     model: PreTrainedModel, batch: torch.Tensor, seed: int = 0, factors: Sequence[float] = FACTORS
 ) -> dict[str, float]:
-    """`qk_scale` and a factor on the rate of each group of scores, as the curvature over scores suggests.
+    """Return `qk_scale` and a factor on the rate of each group of scores, as the curvature over scores suggests.
 
-    Small logits make the query's and key's score curvature grow as the fourth power of the scale, until
-    attention sharpens; so the balance is measured at `factors` times the model's own scale, and the
-    scale where v equals q and k is interpolated. Where they never meet, the nearest is taken.
+    While logits are small, the curvature of query and key scores grows as the fourth power of the scale, until
+    attention becomes sharp. Therefore the curvature is measured at `factors` times the scale of the model, and the
+    scale where v equals q and k is interpolated. If they are never equal, the nearest scale is used.
 
-    With curvature h a plain gradient step should be 1/h. An adaptive optimizer divides by the gradient's
-    root mean square already, which near a fit goes as sqrt(h) (the Gauss-Newton matrix is the gradient's
-    covariance), and leaves 1/sqrt(h) to the rate. Rates stay within `LIMIT` of each other's mean.
+    With curvature h a plain gradient step should be 1/h. An adaptive optimizer already divides by the root mean
+    square of the gradient. Near a minimum this is proportional to sqrt(h) (the Gauss-Newton matrix is the
+    covariance of the gradient), so the rate should be proportional to 1/sqrt(h). Rates stay within a factor `LIMIT`
+    of their mean.
 
-    Nothing is promised of the loss: in six of six short runs of nano's shape, with AdamW, the advice made
-    it worse. Read it as a diagnosis.
+    The advice need not improve the loss: in six of six short runs of nano's shape, with AdamW, it made the loss
+    worse. Use it as a diagnosis.
     """
     scale = model.config.qk_scale
     own = model.config.qk_width**0.25 if scale == "paper" else float(scale)
@@ -393,7 +395,7 @@ def advise(
 
 
 def where_even(curve: Sequence[tuple[float, float]]) -> float:
-    """The first scale, going up, at which the ratio falls through 1; without one, where it is closest to 1.
+    """Return the smallest scale at which the ratio falls through 1, or the scale where it is closest to 1.
 
     >>> round(where_even([(1.0, 16.0), (4.0, 1 / 16)]), 6)
     2.0
@@ -408,7 +410,7 @@ def where_even(curve: Sequence[tuple[float, float]]) -> float:
 def rated_optimizer(
     rates: dict[str, float], model: torch.nn.Module, options: RunArguments
 ) -> torch.optim.Optimizer:
-    """AdamW as the run would have it, with a factor on the rate of each group of scores, by its name."""
+    """Return the AdamW of the run, with a factor on the rate of each group of scores."""
     groups = []
     for name, parameter in model.named_parameters():
         kind = next(kind for kind, (_, words) in GROUPS.items() if any(word in name for word in words))
@@ -430,7 +432,7 @@ def points_advice(preset: Preset) -> list[Point]:
 
 
 def measure_advice(layer_norm: bool, variant: str, seed: int, steps: int) -> Record:
-    """Validation loss of nano's shape after `steps`, with the part of the advice that `variant` names."""
+    """Return the validation loss of nano's shape after `steps`, with the part of the advice that `variant` names."""
     said = advice_for(layer_norm, seed) if VARIANTS[variant] else {}
     taken = {name: round(value, 4) for name, value in said.items() if name.endswith(VARIANTS[variant])}
     scale = {name: value for name, value in taken.items() if name == "qk_scale"}
@@ -444,7 +446,7 @@ def measure_advice(layer_norm: bool, variant: str, seed: int, steps: int) -> Rec
 
 @cache
 def advice_for(layer_norm: bool, seed: int) -> dict[str, float]:
-    """What `advise` says of the untrained nano model, from two blocks of its training text."""
+    """Return the advice of `advise` for the untrained nano model, from two blocks of its training text."""
     arguments = studies.loop_arguments(**nano_settings(layer_norm=layer_norm, seed=seed))
     corpus = load_blocks(arguments.data)
     ids = torch.as_tensor(np.asarray(corpus.train[np.arange(2)]["input_ids"]), dtype=torch.long)
@@ -452,14 +454,14 @@ def advice_for(layer_norm: bool, seed: int) -> dict[str, float]:
 
 
 def nano_settings(**options: Any) -> dict[str, Any]:
-    """Return the nano preset with masks and nothing else, the paper's scale, rate 1e-2 and these options."""
+    """Return the nano preset with only masks learned, the paper's scale, rate 1e-2 and these options."""
     usual = {"config": studies.HERE / "nano.yaml", "qk_scale": "paper", "learning_rate": 1e-2}
     masks = {"rule": "edge_popup", "density": 0.5, "scales": "none", "score_decay": 0, "min_lr_rate": 0.1}
     return {**usual, **masks, "layer_norm": True, **options}
 
 
 def advice_gains(records: list[Record]) -> list[dict[str, Any]]:
-    """Mean loss over seeds, and what it gains on the plain run of the same seed: mean, least and most."""
+    """Return the mean loss over seeds, and its gain over the plain run of the same seed: mean, least and most."""
     found = []
     for layer_norm, variant in product((True, False), VARIANTS):
         plain, mine = (
@@ -505,7 +507,7 @@ PARTS = {
 def main() -> None:
     """Make the figures that the command line asks for."""
     parser = studies.parser_of(__doc__, PRESETS, PARTS)
-    help = "what is taken of the advice: nothing (the others are held against that), scale, rates, both"
+    help = "parts of the advice to use: plain (none, the reference), scale, rates or both"
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=("plain", "both"), help=help)
     parser.set_defaults(only=["growth", "addition", "scores"])
     options = parser.parse_args()

@@ -1,19 +1,19 @@
-"""Which mask rule is best for its bytes? All rules on text, at equal bytes of the file, beside dense rivals.
+"""Which mask rule has the lowest loss at equal bytes? Compare all rules with dense models on text, at equal file size.
 
     python recipes/figures_rules.py --preset quick                      # a smoke test, a minute
     python recipes/figures_rules.py --preset cpu                        # what the docs show, hours
-    python recipes/figures_rules.py --preset text --train_files a.txt   # its main rows on a text of yours
+    python recipes/figures_rules.py --preset text --train_files a.txt   # the main rows, on your own text
     python recipes/figures_rules.py --preset full --train_files a.txt   # all rules, sizes and lengths: days
 
-Every contestant gets the width at which its file has the bytes asked for: a rule with more bits per weight is a
-narrower model. What counts as bytes, and what dense rivals are, is in rivals.py. Records of dense models with
-the field `counted` are older: their integers took 4 bits each and no description was counted.
+Every contestant gets the width at which its file has the wanted number of bytes: a rule with more bits per weight
+gets a narrower model. rivals.py says how bytes are counted and how the dense models are rounded. Records of dense
+models with the field `counted` are older: their integers took 4 bits each and no description was counted.
 
 The rate of each contestant is searched first: RATES of its kind and length, at SEARCH_BYTES, on the embedded
-corpus, seed 0. The comparison runs with the best of them, at every size and on every text.
+corpus, seed 0. The comparison uses the best rate, at every size and on every text.
 
-results/rules.json   every run, those of the search too: kind, bytes, steps, seed, loss and all settings
-figures/rules.png    validation loss against bytes, a line a contestant, where several sizes were run
+results/rules.json   every run, including those of the search: kind, bytes, steps, seed, loss and all settings
+figures/rules.png    validation loss against bytes, one line per contestant, where several sizes were run
 """
 
 import argparse
@@ -34,7 +34,7 @@ Rows = dict[tuple[int, int, str], list[Point]]  # by bytes, steps and contestant
 
 @dataclass(frozen=True)
 class Share:
-    """Some of what a preset runs: each of these contestants with each of the seeds."""
+    """A part of a preset: each of these contestants is run with each of the seeds."""
 
     contestants: tuple[str, ...]
     bytes: int
@@ -107,12 +107,12 @@ PRESETS = {
 
 
 def kind_of(name: str) -> str:
-    """Which rates a contestant searches."""
+    """Return the key in RATES of the rates that a contestant tries."""
     return "dense" if name.startswith("dense") else "bernoulli" if name.startswith("bernoulli") else "scores"
 
 
 def width_for(name: str, budget: int) -> int:
-    """The width, a multiple of the heads, whose file comes nearest to a budget of bytes."""
+    """Return the width (a multiple of 4) whose file size is nearest to a budget of bytes."""
     options, bits = CONTESTANTS[name]
 
     def size(width: int) -> float:
@@ -125,7 +125,7 @@ def width_for(name: str, budget: int) -> int:
 
 
 def point(name: str, size: int, steps: int, seed: int, rate: float, **text: Any) -> Point:
-    """All settings of a run."""
+    """Return all settings of a run."""
     settings = {**BASE, **CONTESTANTS[name][0], "n_embd": width_for(name, size), "seed": seed}
     settings["weight_learning_rate" if kind_of(name) == "dense" else "learning_rate"] = rate
     return {**settings, "max_steps": steps, "eval_steps": max(1, steps // 3), **text}
@@ -135,19 +135,19 @@ def point(name: str, size: int, steps: int, seed: int, rate: float, **text: Any)
 
 
 def search_of(name: str, steps: int) -> dict[float, Point]:
-    """By rate: the run that tries it."""
+    """Return the runs of the rate search, by rate."""
     return {rate: point(name, SEARCH_BYTES, steps, 0, rate) for rate in RATES[kind_of(name)][steps]}
 
 
 def best_rate(name: str, steps: int, records: Records) -> float | None:
-    """The rate of the lowest loss; None before all were tried."""
+    """Return the rate with the lowest loss, or None if some rates have not been tried yet."""
     found = {rate: records.get(one) for rate, one in search_of(name, steps).items()}
     losses = {rate: record["loss"] for rate, record in found.items() if record}
     return min(losses, key=losses.__getitem__) if len(losses) == len(found) else None
 
 
 def rows_of(shares: Iterable[Share], text: Point, records: Records) -> Rows:
-    """By bytes, steps and contestant: one run for each seed, where the rate is known."""
+    """Return one run per seed, by bytes, steps and contestant. Contestants without a known rate are left out."""
     return {
         (share.bytes, share.steps, name): [
             point(name, share.bytes, share.steps, seed, rate, **text) for seed in range(share.seeds)
@@ -177,7 +177,7 @@ def table_rows(rows: Rows, records: Records) -> list[dict[str, Any]]:
 
 
 def draw(rows: list[dict[str, Any]], study: Study) -> None:
-    """Loss against bytes; one panel for each number of steps that was run at several sizes."""
+    """Draw loss against bytes, with one panel for each number of steps that was run at the most sizes."""
     sizes: dict[int, set[int]] = {}
     for row in rows:
         sizes.setdefault(row["steps"], set()).add(row["size"])
@@ -205,7 +205,7 @@ def draw(rows: list[dict[str, Any]], study: Study) -> None:
 def parse_options() -> tuple[argparse.Namespace, Point]:
     """Return the options, and the setting that names another text.
 
-    Records name a text, not where it lies: workers find it in their folder.
+    Records hold the file name of a text, not its folder: workers find it in the current folder.
     """
     parser = studies.parser_of(__doc__, PRESETS, ["search", "compare"])
     parser.add_argument("--train_files", nargs="+", help="text to train on, all in one folder")

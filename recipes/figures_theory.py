@@ -1,9 +1,9 @@
-"""Attention by pruning, measured: figures 4, 5 and 6 of arXiv 2511.04217, and one on the query/key scale.
+"""Measure attention by pruning: figures 4, 5 and 6 of arXiv 2511.04217, and one figure on the query/key scale.
 
     python recipes/figures_theory.py --preset quick     # under 3 minutes on two cores
     python recipes/figures_theory.py --preset paper     # under an hour
 
-Every point prunes ten random sources down to a target and runs the library's own layers:
+Every point prunes ten random sources until they compute a target, and runs the library's own layers:
 
     error = max over tokens |source(x)_i - target(x)_i|,  mean over inputs x     # one number per source
 
@@ -13,7 +13,8 @@ fig6.png    error against the width, for transformers of 1 to 4 blocks
 scale.png   figure 4 again with query and key weights U[-1, 1], without the factor n^(1/4)
 constant    no figure: the C of Theorem 3, printed and stored
 
-Records go to results/theory_<preset>_<figure>.json as they come; a study that is stopped resumes from there.
+Each record is written to results/theory_<preset>_<figure>.json as soon as it is measured; a study that is stopped
+resumes from there.
 """
 
 from collections.abc import Callable, Sequence
@@ -60,7 +61,7 @@ PRESETS = presets(
 
 
 def rotations(rng: np.random.Generator, count: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Points on a circle at angular velocity w after a token of zeros: x (count, length + 1, 2), and w."""
+    """Return points on a circle at angular velocity w, after a token of zeros: x (count, length + 1, 2), and w."""
     w, start = rng.uniform(-np.pi, np.pi, count), rng.uniform(0, np.pi, count)
     angle = w[:, None] * np.arange(1, length + 1) + start[:, None]
     x = np.stack([np.cos(angle), np.sin(angle)], axis=-1)
@@ -68,7 +69,7 @@ def rotations(rng: np.random.Generator, count: int, length: int) -> tuple[np.nda
 
 
 def within_norm(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    """Random matrices of spectral norm 1, the most that the theorem allows a target."""
+    """Return random matrices of spectral norm 1, the largest norm that the theorem allows for a target."""
     W = rng.normal(size=shape)
     return W / np.linalg.norm(W, 2, axis=(-2, -1), keepdims=True)
 
@@ -76,7 +77,7 @@ def within_norm(rng: np.random.Generator, *shape: int) -> np.ndarray:
 def random_attention(
     rng: np.random.Generator, heads: int, d1: int, d_k: int, d2: int
 ) -> theory.TargetAttention:
-    """Query, key, value and output of norm 1."""
+    """Return a random attention whose query, key, value and output matrices have norm 1."""
     shapes = (heads, d1, d_k), (heads, d1, d_k), (heads, d1, d_k), (heads, d_k, d2)
     return theory.TargetAttention(*(within_norm(rng, *shape) for shape in shapes))
 
@@ -89,10 +90,10 @@ def untrained_attention() -> theory.TargetAttention:
 
 @cache
 def trained_attention() -> theory.TargetAttention:
-    """Angular velocity from the first token's output: AdamW, 250 batches (25 epochs) of 1024 samples.
+    """Train an attention to output the angular velocity at the first token: AdamW, 250 batches of 1024 (25 epochs).
 
-    That token is zero, so its query is zero and it attends to all alike: no gradient ever reaches
-    W_Q and W_K, they only decay.
+    That token is zero, so its query is zero and it attends to all tokens equally. No gradient ever reaches
+    W_Q and W_K; they only decay.
     """
     rng, generator = np.random.default_rng(1), torch.Generator().manual_seed(1)
     shapes = {"query": (2, 2), "key": (2, 2), "value": (2, 2), "output": (2, 1)}
@@ -101,7 +102,7 @@ def trained_attention() -> theory.TargetAttention:
         for name, shape in shapes.items()
     }
     optimizer = torch.optim.AdamW(weights.values(), lr=0.1, weight_decay=0.01)
-    for _ in range(250):  # one length per batch spares the padding
+    for _ in range(250):  # all samples of a batch have the same length, so no padding is needed
         x, w = (torch.from_numpy(a).float() for a in rotations(rng, 1024, int(rng.integers(4, 257))))
         query = x[:, :1] @ weights["query"]
         share = torch.softmax(query @ (x @ weights["key"]).mT / 2**0.5, dim=-1)
@@ -117,8 +118,8 @@ TARGETS = {"untrained": untrained_attention, "trained": trained_attention}
 
 @cache
 def untrained_transformer(blocks: int) -> theory.TargetTransformer:
-    """Width 2, key and value width 8, MLP of GPT-2's proportion (4 times the width)."""
-    rng = np.random.default_rng(2)  # the first blocks of a deeper target are those of a shallower one
+    """Return a random target of width 2, key and value width 8, with an MLP 4 times as wide (as in GPT-2)."""
+    rng = np.random.default_rng(2)  # a deeper target begins with the blocks of a shallower one
     made = [
         theory.TargetBlock(random_attention(rng, 1, 2, 8, 2), within_norm(rng, 2, 8), within_norm(rng, 8, 2))
         for _ in range(blocks)
@@ -127,11 +128,11 @@ def untrained_transformer(blocks: int) -> theory.TargetTransformer:
 
 
 # ---------------------------------------------------------------------------------------------------
-# Ten sources of a point
+# Measuring ten sources per point
 
 
 def over_sources(measure: Callable[..., dict]) -> Callable[..., Record]:
-    """Every number as a list over the sources first..last, to 5 digits."""
+    """Turn a function of one source into a function of several: every number becomes a list, rounded to 5 digits."""
 
     @wraps(measure)
     def measure_all(sources: list[int], **settings: Any) -> Record:
@@ -146,18 +147,18 @@ def _rounded(value: Any) -> Any:
 
 
 def tens(count: int) -> list[list[int]]:
-    """Sources 0..count, ten at a time."""
+    """Return the sources 0..count in ranges of ten."""
     return [[start, min(start + 10, count)] for start in range(0, count, 10)]
 
 
 def inputs_of(length: int) -> np.ndarray:
-    """Return inputs of a length, fewer of them where they are long."""
+    """Return inputs of a given length; the longer they are, the fewer."""
     return rotations(np.random.default_rng(3), max(2, min(64, 2**13 // length)), length)[0]
 
 
 @cache
 def wanted(target: str, length: int) -> np.ndarray:
-    """Return the output of a target for the inputs of a length."""
+    """Return the output of a target for the inputs of a given length."""
     return TARGETS[target]()(inputs_of(length))
 
 
@@ -176,7 +177,7 @@ def measure_attention(
     layer = found.layer()
     error, first_token = [], []
     for length in lengths:
-        if length > 512:  # float64 buys nothing at the errors of figure 5
+        if length > 512:  # the errors of figure 5 are so large that float64 is not needed
             layer = layer.float()
         off = distance(theory.run_attention(layer, inputs_of(length), 1), wanted(target, length))
         error.append(off.max(axis=1).mean())
@@ -189,7 +190,7 @@ def measure_attention(
 def measure_shape(
     source: int, heads: int, d1: int, d2: int, d_k: int, construction: str, n: int, core: int
 ) -> dict:
-    """A target of its own for every source, at the edge of the norm bound, inputs at the edge of theirs."""
+    """Prune one source to its own random target and return the error. Target and inputs have the largest norms."""
     rng = np.random.default_rng(source)
     target = random_attention(rng, heads, d1, d_k, d2)
     x = rng.normal(size=(8, 8, d1))
@@ -217,13 +218,13 @@ def measure_transformer(source: int, blocks: int, construction: str, n: int, cor
 
 
 def fit_mean(widths: np.ndarray, means: np.ndarray) -> Any:
-    """Fit a exp(-b n) by least squares on the errors themselves, as the paper fits: the large ones decide."""
+    """Fit a exp(-b n) by least squares on the errors themselves, as in the paper: large errors dominate."""
     (a, b), _ = curve_fit(lambda n, a, b: a * np.exp(-b * n), widths, means, p0=(1.0, 0.1), maxfev=10_000)
     return _rounded([a, b])
 
 
 def fit_log(widths: np.ndarray, medians: np.ndarray, floor: float) -> Any:
-    """Fit a exp(-b n) by least squares on the logarithms above a floor: every decade counts alike."""
+    """Fit a exp(-b n) by least squares on the logarithms above a floor: every power of ten counts equally."""
     above = medians > floor
     slope, start = np.polyfit(widths[above], np.log(medians[above]), 1)
     return _rounded([np.exp(start), -slope])
@@ -242,18 +243,18 @@ def fit_shared_rate(widths: np.ndarray, curves: Sequence[np.ndarray]) -> dict[st
 
 
 def errors_at(records: list[Record], key: str = "error", **settings: Any) -> np.ndarray:
-    """One number for all sources of a point, (sources, ...)."""
+    """Return one number (by its key) for all sources of a point, (sources, ...)."""
     chunks = sorted(select(records, **settings), key=lambda record: record["of"]["sources"])
     return np.concatenate([record[key] for record in chunks])
 
 
 def by_width(records: list[Record], widths: Sequence[int], **settings: Any) -> np.ndarray:
-    """The same for every width, (widths, sources)."""
+    """Return the errors for every width, (widths, sources)."""
     return np.array([errors_at(records, n=n, **settings).reshape(-1) for n in widths])
 
 
 def draw_curve(axes: Any, x: Sequence[float], errors: np.ndarray, label: str, place: int) -> None:
-    """Mean, one standard deviation up (below the mean it would leave the logarithmic axis), median."""
+    """Draw mean, mean plus one standard deviation, and median. The axis is logarithmic: mean minus std may not fit."""
     mean, style = errors.mean(axis=1), line(place)
     axes.plot(x, mean, "-", markersize=4, label=f"{label}: mean, + std", **style)
     axes.fill_between(x, mean, mean + errors.std(axis=1), color=style["color"], alpha=0.15, linewidth=0)
@@ -261,7 +262,7 @@ def draw_curve(axes: Any, x: Sequence[float], errors: np.ndarray, label: str, pl
 
 
 def attention_points(sources: int, **settings: Any) -> list[Point]:
-    """Return points of `measure_attention`, with usual settings where none are given."""
+    """Return points of `measure_attention`, with default settings where none are given."""
     usual = {"target": TARGETS, "construction": ("proof",), "qk_scale": ("paper",), "lengths": [[4]]}
     return grid(**{**usual, **settings, "sources": tens(sources)})
 
@@ -280,7 +281,7 @@ def draw_fig4(records: list[Record], preset: Preset, study: Study) -> dict[str, 
         for place, construction in enumerate(BOTH):
             errors = by_width(records, preset.widths, target=target, construction=construction)
             draw_curve(axes, n, errors, construction, place)
-            # beyond `core` values a problem is not solved to the optimum, and errors stay near 2^-core
+            # With more than `core` values a problem is not solved exactly, and errors stay near 2^-core.
             mean = fit_mean(n, errors.mean(axis=1))
             median = fit_log(n, np.median(errors, axis=1), floor=30 * 2.0**-core)
             fits[f"{target}, {construction}"] = {"mean": mean, "median": median}
@@ -356,14 +357,14 @@ SCALES = {"paper": "U[-n^(1/4), n^(1/4)]", 1.0: "U[-1, 1]"}
 
 
 def points_scale(preset: Preset) -> list[Point]:
-    # trained W_Q and W_K are so small that either scale reaches them: the untrained target tells more
     """Return the points with and without the factor on query and key weights."""
+    # Trained W_Q and W_K are so small that either scale reaches them, so the untrained target is more informative.
     widths = preset.scale_widths
     return attention_points(preset.sources, target=("untrained",), qk_scale=SCALES, n=widths, core=[24])
 
 
 def draw_scale(records: list[Record], preset: Preset, study: Study) -> dict[str, Any]:
-    """Draw error against width with and without that factor."""
+    """Draw error against width with and without the factor on query and key weights."""
     figure, ((*row,),) = panels(1, 2, 11, 4.2, sharey=True)
     titles = {"error": "output error, T = 4", "qk": "largest error in W_QK"}
     for axes, (key, title) in zip(row, titles.items(), strict=True):
@@ -384,17 +385,17 @@ SHAPES = [
         (1, 1, 1, 1), (1, 2, 1, 2), (1, 2, 2, 1), (2, 2, 2, 2), (1, 4, 4, 2), (2, 4, 4, 4), (1, 8, 8, 4)
     )
 ]  # fmt: skip
-MULTIPLES = (8, 12, 16, 20, 24)  # widths, of d1
+MULTIPLES = (8, 12, 16, 20, 24)  # widths, as multiples of d1
 
 
 def points_constant(preset: Preset) -> list[Point]:
-    """Return the points that the constant of Theorem 3 is estimated from."""
+    """Return the points for estimating the constant of Theorem 3."""
     rest = grid(construction=BOTH, core=[24], sources=tens(preset.sources))
     return [{**shape, "n": shape["d1"] * k, **r} for shape, k, r in product(SHAPES, MULTIPLES, rest)]
 
 
 def find_constant(records: list[Record], preset: Preset, study: Study) -> dict[str, Any]:
-    """C of Theorem 3: the least that agrees with every width measured, per shape."""
+    """Return C of Theorem 3 by shape: the smallest value that agrees with every measured width."""
     constants: dict[str, dict[str, float]] = {construction: {} for construction in BOTH}
     for construction, shape in product(BOTH, SHAPES):
         heads, d1, d2, _ = shape.values()

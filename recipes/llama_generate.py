@@ -1,10 +1,10 @@
-"""Greedy tokens of a GGUF file in llama.cpp (xllamacpp): a text, or how many a second, and the most memory it took.
+"""Generate greedily from a GGUF file in llama.cpp (xllamacpp): print a text, or tokens per second and peak memory.
 
     python recipes/llama_generate.py ticket.gguf --prompt "The function returns"
     python recipes/llama_generate.py ticket.gguf [--new 32] [--threads 2] [--repeats 5]
 
-Memory is that of the process that runs llama.cpp, and nothing else (llama_server.py). Keys and values are for
-the tokens of the run and float16, as by default; batches are of 64 tokens at most.
+Memory is that of the separate process that runs llama.cpp (llama_server.py). The KV cache has room for the tokens of
+the run only, in float16 (the default); batches have at most 64 tokens.
 """
 
 import argparse
@@ -19,7 +19,7 @@ PROMPT = list(range(1, 9))
 
 
 class Generation(LlamaServer):
-    """A file in llama.cpp. Calling it generates `new` tokens."""
+    """A GGUF file that is loaded in llama.cpp. Calling the object generates `new` tokens."""
 
     def __init__(self, path: str | Path, new: int, threads: int) -> None:
         self.new = new
@@ -40,7 +40,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("file", help="the GGUF file")
-    parser.add_argument("--prompt", help="a text to continue; nothing is timed then")
+    parser.add_argument("--prompt", help="text to continue; with a prompt nothing is timed")
     parser.add_argument("--new", type=int, default=32, help="tokens to generate (default: 32)")
     parser.add_argument("--threads", type=int, default=2, help="threads (default: 2)")
     parser.add_argument("--repeats", type=int, default=5, help="timed repeats (default: 5)")
@@ -48,7 +48,7 @@ def main() -> None:
     if options.prompt is not None:
         with LlamaServer(
             options.file, n_ctx=0, threads=options.threads
-        ) as server:  # as many tokens as the model has
+        ) as server:  # n_ctx=0: the context length of the model
             found = server.ask("completion", prompt=options.prompt, n_predict=options.new, temperature=0)
         print(options.prompt + found["content"])
         return

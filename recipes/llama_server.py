@@ -1,12 +1,12 @@
-"""llama.cpp (xllamacpp) in a process of its own, which is killed if it does not answer in time.
+"""Run llama.cpp (xllamacpp) in a separate process, which is killed if it does not answer in time.
 
     with LlamaServer("ticket.gguf", threads=2) as server:
         server.ask("completion", prompt="The function returns", n_predict=40)["content"]
 
 `xllamacpp.Server` cannot be ended safely: its destructor waits for a thread that may never end, and Python
-cannot interrupt it. Here it lives in a child process, which is never asked to clean up. Run as a script, this
+cannot interrupt it. Therefore it runs in a child process, which is killed without cleaning up. Run as a script, this
 file is that child: it reads one JSON request per line and writes one JSON answer per line. The child imports
-nothing but llama.cpp, so its resident memory is that of running the file.
+nothing but llama.cpp, so its resident memory is that of running the GGUF file.
 """
 
 import json
@@ -23,20 +23,20 @@ SECONDS = 120.0  # to load a file, or to answer
 
 
 class LlamaServer:
-    """A GGUF file in llama.cpp. `settings` are those of `make_options`."""
+    """A GGUF file that is loaded in llama.cpp. `settings` are arguments of `make_options`."""
 
     def __init__(self, path: str | Path, seconds: float = SECONDS, **settings: Any) -> None:
         self.path, self.seconds = path, seconds
         words = [sys.executable, __file__, json.dumps({"path": str(path), "seconds": seconds, **settings})]
         self.process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self._exchange("")  # it says when the file is loaded
+        self._exchange("")  # wait for the line that says that the file is loaded
 
     def ask(self, what: str, **question: Any) -> Any:
-        """The answer of an endpoint of llama.cpp's HTTP server, such as completion or tokenize."""
+        """Return the answer of an endpoint of llama.cpp's HTTP server, such as completion or tokenize."""
         return self._exchange(json.dumps({"what": what, "question": question}) + "\n")
 
     def peak_bytes(self) -> int:
-        """Most resident memory so far. Linux only."""
+        """Return the peak resident memory so far. Linux only."""
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         return 1024 * int(status.split("VmHWM:")[1].split()[0])
 
@@ -45,7 +45,7 @@ class LlamaServer:
         self.process.kill()
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
-            with suppress(OSError):  # a request that was not read is not sent
+            with suppress(OSError):  # closing fails if a request is still unread: it is dropped
                 pipe.close()
 
     def __enter__(self) -> "LlamaServer":
@@ -83,7 +83,7 @@ class LlamaServer:
 def make_options(
     path: str, n_ctx: int, threads: int = 1, n_batch: int | None = None, exact: bool = False
 ) -> Any:
-    """Options of llama.cpp. `exact`: keys and values in float32, as transformers has them."""
+    """Return options for llama.cpp. With `exact`, keys and values are in float32, as in transformers."""
     import xllamacpp
 
     options = xllamacpp.CommonParams()
@@ -100,11 +100,11 @@ def make_options(
 
 
 def serve(seconds: float, **settings: Any) -> None:
-    """Answer requests until there are no more."""
+    """Answer requests until standard input ends."""
     import xllamacpp
 
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever llama.cpp prints is no answer
+    os.dup2(2, 1)  # send what llama.cpp prints to stderr: it must not mix with the answers
     server = xllamacpp.Server(make_options(**settings))
     print(json.dumps("ready"), file=answers, flush=True)
     for line in sys.stdin:

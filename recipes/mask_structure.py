@@ -1,17 +1,17 @@
-"""Is there structure in a trained mask that a coder could use? Bits per weight under simple models.
+"""Does a trained mask have structure that a coder could use? Print its bits per weight under simple models.
 
     python recipes/mask_structure.py runs/nano/ticket [more tickets]
 
-`packed` is one bit per weight, `bound` is log2(n choose kept) per mask, `entropy` what hf_slt.tickets.entropy
-makes of it. Below them, models that know more than the count: the weights of a mask are put into groups, and
-each group has a density of its own, learned on the way by an urn (Beta-binomial) that starts at the mask's
-density p, worth `a` weights already seen:
+`packed` is one bit per weight, `bound` is log2(n choose kept) per mask, `entropy` is the result of
+hf_slt.tickets.entropy. The rows below use more than the number of kept weights: the weights of a mask are put into
+groups, and each group has its own density. An urn (Beta-binomial) learns this density while coding. It starts at the
+mask's density p, with the weight of `a` observations:
 
     P(next weight of a group is kept) = (kept so far + a p) / (seen so far + a)
 
-These need no side information but `a` (one byte per mask, its best power of two) and which model it is. Each
-mask takes the bound where a model does not pay. The last two models know the signs of the drawn weights,
-which a decoder has from the seed.
+The only side information is `a` (the best power of two) and which model it is: one byte per mask. If a model
+needs more bits than the bound, the mask counts with the bound. The last two models use the signs of the drawn
+weights, which a decoder knows from the seed.
 """
 
 import argparse
@@ -29,12 +29,12 @@ from hf_slt.tickets.format import Header, read_ticket
 from hf_slt.tickets.verify import mask_path
 from hf_slt.weights.random_weights import draw
 
-SIDE_BITS = 8  # of a model: which, and its `a`
+SIDE_BITS = 8  # side information per mask: which model, and its `a`
 lgamma = np.vectorize(math.lgamma, otypes=[float])
 
 
 def urn_bits(sizes: np.ndarray, kept: np.ndarray) -> float:
-    """Bits to code groups of these sizes and counts by urns, with the best of some `a`."""
+    """Return the bits that urns need for groups of these sizes and kept counts, with the best `a` of a few."""
     sizes, kept = sizes[sizes > 0], kept[sizes > 0]
     density = kept.sum() / sizes.sum()
     if density in (0, 1):
@@ -51,7 +51,7 @@ def urn_bits(sizes: np.ndarray, kept: np.ndarray) -> float:
 
 
 def grouped_bits(mask: np.ndarray, groups: np.ndarray) -> float:
-    """`urn_bits` of a mask; `groups` is the number of each weight's group, or can be broadcast to it."""
+    """Return `urn_bits` of a mask. `groups` has the group number of each weight, or can be broadcast to that."""
     numbers = np.broadcast_to(groups, mask.shape).reshape(-1)
     return urn_bits(np.bincount(numbers), np.bincount(numbers, mask.reshape(-1)))
 
@@ -67,7 +67,7 @@ def columns(mask: np.ndarray) -> np.ndarray:
 
 
 def heads(name: str, mask: np.ndarray, n_head: int) -> np.ndarray:
-    """Blocks of columns that make one head's queries, keys or values; of rows that read one head."""
+    """Return the head of every weight: by columns for queries, keys and values, by rows for the output projection."""
     if name.endswith(("query", "key", "value")):
         return columns(mask) * n_head // mask.shape[1]
     if name.endswith("attn.c_proj"):
@@ -76,13 +76,13 @@ def heads(name: str, mask: np.ndarray, n_head: int) -> np.ndarray:
 
 
 def neighbours(mask: np.ndarray) -> np.ndarray:
-    """Whether the weights above and to the left are kept: both are decoded before."""
+    """Return a group number from the weights above and to the left: kept or not. Both are decoded earlier."""
     padded = np.pad(mask, ((1, 0), (1, 0))).astype(int)
     return 2 * padded[:-1, 1:] + padded[1:, :-1]
 
 
 def measure(header: Header, name: str, mask: np.ndarray) -> dict[str, float]:
-    """Bits of one mask under each model."""
+    """Return the bits of one mask under each model."""
     entry = header.tensors[name]
     sign = (draw(header.options["seed"], name, entry.shape, entry.law, entry.scale) > 0).astype(int)
     models: dict[str, Callable[[], np.ndarray]] = {
@@ -101,7 +101,7 @@ def measure(header: Header, name: str, mask: np.ndarray) -> dict[str, float]:
 
 
 def report(folder: Path) -> dict[str, float]:
-    """Bits per weight of all masks of a ticket, by model."""
+    """Return the bits per weight of all masks of a ticket, by model."""
     ticket = read_ticket(mask_path(folder))
     header, masks = ticket.header, {name: one != 0 for name, one in ticket_factors(ticket).items()}
     totals: dict[str, float] = {"packed": 0, "bound": 0, "entropy": 8 * encode_masks(masks).nbytes}

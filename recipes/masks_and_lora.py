@@ -1,15 +1,15 @@
-"""Masks over pretrained weights against LoRA at equal bytes, on one small task.
+"""Compare masks over pretrained weights with LoRA at equal bytes, on one small task.
 
     python recipes/masks_and_lora.py            # about a quarter of an hour on one core; writes the record
 
 A small GPT-2 is first trained as usual on prose (the embedded corpus). It is then adapted to another text, the
-programs of Python's own library, in as many steps for each way:
+programs of Python's own library, in three ways with the same number of steps:
 
-    masks    a mask over every matrix of the blocks (edge_popup), all else as pretrained; bytes: the entropy-coded file
+    masks    a mask over every matrix of the blocks (edge_popup), the rest as pretrained; bytes: the entropy-coded file
     lora     PEFT's LoRA on the same matrices; bytes: its numbers in 16 bits, without a description
-    all      every weight trained: what adaptation can reach at any size
+    all      every weight is trained: the best loss that adaptation can reach at any size
 
-The learning rate of each way is the best of a few for the first seed; other seeds use it. The record has all runs.
+The learning rate of each way is the best of a few on the first seed; the other seeds use it. The record has all runs.
 """
 
 import argparse
@@ -33,13 +33,13 @@ from hf_slt.training.run import rate_at
 RECORD = Path(__file__).parent / "results" / "masks_and_lora.json"
 MATRICES = ["c_attn", "c_proj", "c_fc"]
 RATES = {"masks": [1e-2, 3e-3], "lora": [1e-2, 3e-3], "all": [3e-4, 1e-3, 3e-3]}
-# Density of the masks and rank of LoRA that take about as many bytes.
+# Density of the masks and rank of LoRA, in pairs that take about the same number of bytes.
 PAIRS = [(0.98, 1), (0.9, 3)]
 BATCH, LENGTH = 16, 64
 
 
 def train(model: Any, blocks: Any, steps: int, rate: float, seed: int) -> None:
-    """Train what can be trained: AdamW, warm-up over a tenth, then a cosine to zero.
+    """Train all parameters that require a gradient: AdamW, warm-up over a tenth of the steps, then a cosine to zero.
 
     Args:
         model ([`PreTrainedModel`]):
@@ -68,7 +68,7 @@ def train(model: Any, blocks: Any, steps: int, rate: float, seed: int) -> None:
 
 
 def loss_of(model: Any, blocks: Any) -> float:
-    """Validation loss in nats per token."""
+    """Return the validation loss in nats per token."""
     rows = np.arange(len(blocks))
     batches = [
         {"input_ids": blocks[some]["input_ids"]} for some in np.array_split(rows, max(1, len(rows) // 32))
@@ -155,7 +155,7 @@ def compare(steps: int, first_steps: int, seeds: list[int], folder: Path) -> dic
 
 
 def table(record: dict[str, Any]) -> str:
-    """The record as rows: bytes, and the mean loss over the seeds at the best rate."""
+    """Return the record as a table: bytes, and the mean loss over the seeds at the best rate."""
     rows = [f"| not adapted | | {record['not_adapted']:.3f} | |"]
     groups: dict[tuple, list[dict]] = {}
     for one in record["runs"]:
@@ -170,13 +170,14 @@ def table(record: dict[str, Any]) -> str:
 
 
 def main() -> None:
+    """Compare masks with LoRA, write the record and print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=150, help="steps of each adaptation, of 1,024 tokens")
-    parser.add_argument("--first_steps", type=int, default=500, help="steps of the dense training before it")
+    parser.add_argument("--steps", type=int, default=150, help="steps of each adaptation, 1,024 tokens each")
+    parser.add_argument("--first_steps", type=int, default=500, help="steps of the pretraining")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="seeds of the adaptations")
-    parser.add_argument("--output", type=Path, default=RECORD, help="where the record goes")
+    parser.add_argument("--output", type=Path, default=RECORD, help="file for the record")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         record = compare(args.steps, args.first_steps, args.seeds, Path(folder))

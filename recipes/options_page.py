@@ -1,9 +1,9 @@
-"""Write docs/options.md from the options themselves: name, default and help of each.
+"""Write docs/options.md from the options in the code: name, default and help of each.
 
-The default is the value that recipes/train_gpt2_slt.py uses without any flag, which is that of the preset
-nano.yaml where it sets one.
+    python recipes/options_page.py            # writes docs/options.md
 
-python recipes/options_page.py            # writes docs/options.md
+The default is the value that recipes/train_gpt2_slt.py uses without any flag. If the preset nano.yaml sets the
+option, that is the value of the preset.
 """
 
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ from hf_slt.tickets.files import replacing
 from hf_slt.training.arguments import GPT2_HELP, BaseArguments, RunArguments, model_fields, parse_arguments
 
 PAGE = Path(__file__).parents[1] / "docs" / "options.md"
-PRESET = Path(__file__).with_name("nano.yaml")  # that of train_gpt2_slt.py
+PRESET = Path(__file__).with_name("nano.yaml")  # the default preset of train_gpt2_slt.py
 HEAD = """# Every option
 
 **Without `--config`, `recipes/train_gpt2_slt.py` applies the preset `recipes/nano.yaml`** and prints a line
@@ -41,12 +41,12 @@ and `pocket` turn it on.
 
 
 def show(value: object) -> str:
-    """A default as the page has it; nothing if there is none."""
+    """Return a default as the page shows it; an empty text if there is none."""
     return "" if value is None or value is MISSING else f"`{value}`"
 
 
 def table(title: str, options: Iterable[Field]) -> str:
-    """One group of options."""
+    """Return the table of one group of options."""
     used, preset = parse_arguments([], preset=PRESET).flat(), yaml.safe_load(PRESET.read_text())
     rows = [f"\n## {title}\n\n| option | default | |\n|---|---|---|"]
     for one in options:
@@ -66,7 +66,7 @@ def table(title: str, options: Iterable[Field]) -> str:
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     parts = [
         table("The architecture", fields(BaseArguments)),
         table("The model", model_fields()),

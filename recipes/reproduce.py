@@ -1,19 +1,19 @@
-"""Figures 7 and 8 of arXiv 2511.04217 at the paper's own sizes, from nothing to records and figures.
+"""Reproduce figures 7 and 8 of arXiv 2511.04217 at the paper's own sizes: run, record and draw.
 
     bash recipes/reproduce.sh                                # everything, on all GPUs of this machine
     bash recipes/reproduce.sh --models mini --seeds 1        # a part of it
-    bash recipes/reproduce.sh --cost                         # only what it would cost
-    bash recipes/reproduce.sh --print --gpus 8               # only the commands
+    bash recipes/reproduce.sh --cost                         # only print the cost
+    bash recipes/reproduce.sh --print --gpus 8               # only print the commands
     bash recipes/reproduce.sh --dry_run                      # the same at tiny sizes, on the processor
 
-One run after another, each by `accelerate launch` on all GPUs. A run that ended has a record and is never
-repeated, one that was stopped resumes from its last checkpoint: the same command resumes from where it
-stopped, with the same number of GPUs. What it costs is computed from a few steps that are measured first:
+The runs are started one after another by `accelerate launch`, each on all GPUs. A run that ended has a record and
+is not repeated; a run that was stopped resumes from its last checkpoint. After a stop, give the same command again,
+with the same number of GPUs. The cost is computed from a few steps that are measured first:
 
-    hours of one GPU = tokens of all runs / (tokens a second here * factor) / 3600
+    hours of one GPU = tokens of all runs / (tokens per second here * factor) / 3600
 
-The factor is 1 where the runs are to be made on what is here. Where there is no GPU it is the rate that one
-GPU is assumed to keep in matrix products, over the rate measured here: an estimate, no more.
+The factor is 1 if the runs are made on this hardware. Without a GPU, the factor is the speed that one GPU is assumed
+to reach in matrix products, divided by the speed measured here. It is only an estimate.
 """
 
 import argparse
@@ -59,7 +59,7 @@ from hf_slt.training.run import build_optimizer
 # -- what is run ------------------------------------------------------------------------------------
 
 HEAD = 64  # the width of a head, in all models
-WIDTHS = {"tiny": 64, "mini": 512, "small": 768, "medium": 1024}  # of the presets, by name
+WIDTHS = {"tiny": 64, "mini": 512, "small": 768, "medium": 1024}  # width of each preset
 TASKS |= {name: Task({"n_embd": width, "n_head": width // HEAD}) for name, width in WIDTHS.items()}
 
 
@@ -70,15 +70,15 @@ class Plan:
     models: tuple[str, ...] = ("mini", "small", "medium")
     seeds: int = 3
     factors: tuple[Any, ...] = PAPER_FACTORS  # figure 8
-    widths: tuple[float, ...] = (0.5, 1, 2)  # figure 7, of the model's own
+    widths: tuple[float, ...] = (0.5, 1, 2)  # figure 7, relative to the width of the model
     gpus: int = 4
-    at_once: int | None = None  # sequences in a GPU at a time; None: as the preset has it
+    at_once: int | None = None  # sequences in a GPU at a time; None: the value of the preset
     on_cpu: bool = False
     runs: Path = Path("runs/paper")
     out: Path = HERE  # the folder of results/ and figures/
 
     def points(self) -> list[Point]:
-        """Every run, small models first, and of each model all settings of a seed before the next seed."""
+        """Return every run: small models first, and for each model all settings of a seed before the next seed."""
         return points_of(
             (figure, seed, model, changes)
             for model, seed in product(self.models, range(self.seeds))
@@ -86,7 +86,7 @@ class Plan:
         )
 
     def changes(self, width: int) -> Iterable[tuple[str, dict[str, Any]]]:
-        """Figures, and what a run for them changes of a model of this width."""
+        """Yield a figure and the options that its run changes, for a model of this width."""
         for factor in self.factors:
             yield "fig8", {"qk_scale": factor}
         for share, kind in product(self.widths, KINDS):
@@ -94,9 +94,9 @@ class Plan:
             yield "fig7", {"n_embd": wide, "n_head": wide // HEAD, **kind}
 
     def options(self, point: Point) -> list[str]:
-        """A run's words after `train_gpt2_slt.py`; whatever the GPUs, a step has as many sequences."""
+        """Return the arguments of `train_gpt2_slt.py` for a run. The sequences per step do not depend on the GPUs."""
         preset = parse_arguments(["--config", str(HERE / f"{point.task}.yaml")]).run
-        sequences = 4 * preset.per_device_train_batch_size * preset.gradient_accumulation_steps  # on four
+        sequences = 4 * preset.per_device_train_batch_size * preset.gradient_accumulation_steps  # on 4 GPUs
         at_once = self.at_once or preset.per_device_train_batch_size
         accumulation, rest = divmod(sequences, self.gpus * at_once)
         if rest or not accumulation:
@@ -117,15 +117,15 @@ class Plan:
         return [str(word) for name, value in options.items() for word in (f"--{name}", value)]
 
     def command(self, point: Point) -> list[str]:
-        """A run as one types it, in the folder of the project."""
-        # accelerate takes several processes for at least two.
+        """Return the command of a run, to be typed in the folder of the project."""
+        # The configuration for several processes needs at least two.
         name = "cpu_ddp" if self.on_cpu else "bf16" if self.gpus == 1 else "ddp"
         launch = f"accelerate launch --config_file recipes/accelerate/{name}.yaml --num_processes {self.gpus}"
-        port = "--main_process_port 0"  # any that is free
+        port = "--main_process_port 0"  # 0: any free port
         return [*f"{launch} {port} recipes/train_gpt2_slt.py".split(), *self.options(point)]
 
     def folder(self, point: Point) -> Path:
-        """Where a run writes."""
+        """Return the output folder of a run."""
         return self.runs / point.id.replace(" ", "-")
 
 
@@ -139,9 +139,9 @@ DRY_RUN = Plan(
 
 
 class Launcher:
-    """Commands, one after another; Ctrl-C and SIGTERM are passed on to all processes of the present one.
+    """Run commands one after another, and pass Ctrl-C and SIGTERM on to all processes of the current command.
 
-    A run that is asked to stop writes a checkpoint and ends, so it is waited for; none is started after it.
+    After a signal the run writes a checkpoint and ends. The launcher waits for that, and starts no further run.
     """
 
     def __init__(self, environment: dict[str, str]) -> None:
@@ -156,7 +156,7 @@ class Launcher:
             os.killpg(self.process.pid, number)
 
     def run(self, command: list[str]) -> int:
-        """Run a command to its end; its exit code, or 130 after a signal."""
+        """Run a command to its end. Return its exit code, or 130 after a signal."""
         if not self.stopped:
             self.process = subprocess.Popen(command, env=self.environment, start_new_session=True)
             code = self.process.wait()
@@ -164,13 +164,13 @@ class Launcher:
 
 
 def records_of(plan: Plan) -> Records:
-    """What is known; records of other parts of the study stay in the file."""
+    """Return the records of a plan. Records of other parts of the study stay in the file."""
     path = plan.out / "results" / "gpt2_paper.json"
     return Records(path, (point.settings for point in plan.points()), keep=True)
 
 
 def execute(plan: Plan, records: Records, launch: Callable[[list[str]], int]) -> int:
-    """Run what has no record yet, and keep one of it."""
+    """Run every point that has no record yet, and add its record. Return 0, or the exit code of a failed run."""
     points = plan.points()
     for number, point in enumerate(points, 1):
         if records.get(point.settings):
@@ -181,7 +181,7 @@ def execute(plan: Plan, records: Records, launch: Callable[[list[str]], int]) ->
             if code := launch(command):
                 print(f"{point.id} ended with code {code}", file=sys.stderr)
                 return code
-        # No run resumes from them any more, and those of all runs would fill a terabyte.
+        # The checkpoints are no longer needed, and those of all runs would fill a terabyte.
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         log = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
         records.add(point.settings, outcome(json.loads((folder / "report.json").read_text()), log))
@@ -189,7 +189,7 @@ def execute(plan: Plan, records: Records, launch: Callable[[list[str]], int]) ->
 
 
 def draw(plan: Plan, records: Records) -> None:
-    """Both figures, of all that is known: of a part of the study, too, that was run before."""
+    """Draw both figures from all records, including those of other parts of the study that were run before."""
     whole = plan if plan.on_cpu else replace(plan, models=Plan.models, seeds=max(plan.seeds, Plan.seeds))
     study = Study("gpt2", "cpu", Namespace(preset="paper", out=plan.out))
     for draw_figure in (draw_fig7, draw_fig8):
@@ -198,16 +198,16 @@ def draw(plan: Plan, records: Records) -> None:
 
 # -- what it costs ----------------------------------------------------------------------------------
 
-EPOCH = 227  # steps of a pass over WikiText-103: 119M tokens of GPT-2, 512 sequences of 1024 a step
+EPOCH = 227  # steps of a pass over WikiText-103: 119M tokens of GPT-2, 512 sequences of 1024 per step
 VOCABULARY = 50257  # tokens of GPT-2
-A100 = 312e12  # operations a second of its bfloat16 matrix units, on paper
-SUSTAINED = 0.4  # what is assumed to be reached of them in large matrix products of a training step
-FEW = 60e6  # weights; on a processor, larger models are not measured
+A100 = 312e12  # operations per second of the bfloat16 matrix units of an A100, from its data sheet
+SUSTAINED = 0.4  # assumed share of A100 that large matrix products of a training step reach
+FEW = 60e6  # on a processor, models with more weights are not measured
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's sizes, as far as the time of a step depends on them."""
+    """The sizes of a model that determine the time of a step."""
 
     layers: int
     width: int
@@ -216,18 +216,18 @@ class Shape:
 
     @property
     def weights(self) -> int:
-        """In matrices that are multiplied with: of the blocks, and the tied table as the head."""
+        """Number of weights in matrix products: the blocks, and the tied token table as the head."""
         return 12 * self.layers * self.width**2 + self.vocabulary * self.width
 
     @property
     def operations(self) -> float:
-        """Operations of forward and backward per token: 6 per weight, and 12 T d in the attention of a layer."""
+        """Operations of forward and backward per token: 6 per weight, and 12 T d for the attention of each layer."""
         return 6 * self.weights + 12 * self.layers * self.width * self.length
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run: its shape, tokens, and how a step is cut."""
+    """One run: its shape, its tokens, and how a step is split into batches."""
 
     shape: Shape
     tokens: int
@@ -237,7 +237,7 @@ class Job:
 
 
 def job_of(plan: Plan, point: Point) -> Job:
-    """What a run will do, from its own words."""
+    """Return the job of a run, from its own command line."""
     words = plan.options(point)
     arguments = parse_arguments(["--config", str(HERE / f"{point.task}.yaml"), *words[2:]])
     run, model, data = arguments.run, arguments.model, arguments.data
@@ -250,7 +250,7 @@ def job_of(plan: Plan, point: Point) -> Job:
 
 
 def seconds_of(action: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """The shortest of several times; one more comes before, which is not counted."""
+    """Return the shortest of several times, measured after one run that is not counted."""
     times = []
     for _ in range(repeats + 1):
         started = time.perf_counter()
@@ -262,12 +262,12 @@ def seconds_of(action: Callable[[], object], device: torch.device, repeats: int)
 
 
 def speed_of(job: Job, device: torch.device) -> float:
-    """Tokens a second of training a ticket on one device: its batches, and the step that they make."""
+    """Return the tokens per second of training a ticket on one device: batches and their optimizer step."""
     config = copy.deepcopy(job.arguments.model)
     config.vocab_size, config.n_positions = job.shape.vocabulary, job.shape.length
     model = SupermaskGPT2LMHeadModel(config).to(device).train()
     optimizer = build_optimizer(model, job.arguments.run)
-    # A processor is as quick with one sequence at a time; a GPU has to be filled.
+    # A processor is just as fast with one sequence at a time; a GPU needs a full batch.
     at_once = job.at_once if device.type == "cuda" else 1
     ids = torch.randint(job.shape.vocabulary, (at_once, job.shape.length), device=device)
 
@@ -283,13 +283,13 @@ def speed_of(job: Job, device: torch.device) -> float:
 
 
 def product_rate(device: torch.device, size: int = 2048) -> float:
-    """Operations a second of a large matrix product in float32."""
+    """Return the operations per second of a large matrix product in float32."""
     one = torch.randn(size, size, device=device)
     return 2 * size**3 / seconds_of(lambda: one @ one, device, 5)
 
 
 def cost_of(jobs: list[Job], device: torch.device) -> dict[Shape, tuple[float, bool]]:
-    """Tokens a second of every shape, and whether that was measured; the others go by their operations."""
+    """Return the tokens per second of every shape, and whether they were measured or derived from its operations."""
     speeds: dict[Shape, float] = {}
     shapes = {job.shape: job for job in jobs}
     for shape, job in sorted(shapes.items(), key=lambda one: one[0].weights):
@@ -307,7 +307,7 @@ def cost_of(jobs: list[Job], device: torch.device) -> dict[Shape, tuple[float, b
 
 
 def digits(value: float) -> str:
-    """A number in three digits.
+    """Return a number with three significant digits.
 
     >>> digits(5553.2), digits(0.000344)
     ('5,550', '0.000344')
@@ -316,7 +316,7 @@ def digits(value: float) -> str:
 
 
 def tell_cost(plan: Plan, points: list[Point]) -> float:
-    """Print what these runs cost, by their shapes; the hours of one GPU (or processor) in all."""
+    """Print the cost of these runs for each shape. Return the total hours of one GPU (or processor)."""
     jobs = [job_of(plan, point) for point in points]
     here = torch.device("cpu" if plan.on_cpu or not torch.cuda.is_available() else "cuda")
     speeds = cost_of(jobs, here)
@@ -334,16 +334,16 @@ def tell_cost(plan: Plan, points: list[Point]) -> float:
         shown = f"{digits(speed)}{' ' if measured else '*'}"
         print(f"{sizes:>16}{len(same):>6}{same[0].tokens:>14.3g}{shown:>15}{digits(hours):>18}")
     if not all(measured for _, measured in speeds.values()):
-        print("* not measured: as many operations a second as the largest shape that was")
+        print("* not measured: assumes the operations per second of the largest measured shape")
     if factor != 1:
         print(
-            f"Factor {factor:,.0f}, an estimate: in matrix products one A100 is taken to keep {SUSTAINED:.0%}"
-            f" of its {A100 / 1e12:.0f} TFLOP/s; {rate / 1e12:.3g} TFLOP/s were measured here."
+            f"Factor {factor:,.0f}, an estimate: one A100 is assumed to reach {SUSTAINED:.0%} of its"
+            f" {A100 / 1e12:.0f} TFLOP/s in matrix products; {rate / 1e12:.3g} TFLOP/s were measured here."
         )
     each = "" if plan.on_cpu else f", {digits(total / plan.gpus / 24)} days on {plan.gpus}"
     tokens = sum(job.tokens for job in jobs)
     print(f"{len(jobs)} runs, {tokens:.3g} tokens: about {digits(total)} hours of one {what}{each}.")
-    print("Left out: starting, evaluation, and waiting for text, for other processes and for the disk.")
+    print("Not included: start-up, evaluation, and waiting for text, for other processes and for the disk.")
     return total
 
 
@@ -351,20 +351,20 @@ def tell_cost(plan: Plan, points: list[Point]) -> float:
 
 
 def parse(words: list[str] | None = None) -> tuple[Namespace, Plan]:
-    """Return the options of the command line."""
+    """Parse the command line. Return its options and the plan."""
     parser = argparse.ArgumentParser(
         prog="bash recipes/reproduce.sh",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--models", nargs="+", choices=Plan.models, default=Plan.models, help="which presets")
-    parser.add_argument("--seeds", type=int, default=Plan.seeds, help="runs of every setting (3)")
+    parser.add_argument("--seeds", type=int, default=Plan.seeds, help="seeds per setting (default: 3)")
     there = torch.cuda.device_count()
-    parser.add_argument("--gpus", type=int, default=there or Plan.gpus, help="all of this machine by default")
+    parser.add_argument("--gpus", type=int, default=there or Plan.gpus, help="GPUs to use (default: all)")
     parser.add_argument("--at_once", type=int, help="sequences in a GPU at a time: fewer need less memory")
-    parser.add_argument("--cost", action="store_true", help="print what it costs, and run nothing")
-    parser.add_argument("--print", action="store_true", help="print the commands, and run nothing")
-    parser.add_argument("--dry_run", action="store_true", help="three tiny runs in two processes, minutes")
+    parser.add_argument("--cost", action="store_true", help="print the cost and run nothing")
+    parser.add_argument("--print", action="store_true", help="print the commands and run nothing")
+    parser.add_argument("--dry_run", action="store_true", help="make three tiny runs in two processes")
     options = parser.parse_args(words)
     for name in ("seeds", "gpus", "at_once"):
         if (value := getattr(options, name)) is not None and value < 1:
@@ -378,7 +378,7 @@ def parse(words: list[str] | None = None) -> tuple[Namespace, Plan]:
 
 
 def main() -> int:
-    """Run, print or price the plan that the command line asks for."""
+    """Run the plan of the command line, or print its commands or its cost."""
     options, plan = parse()
     try:
         points, records = plan.points(), records_of(plan)
@@ -393,7 +393,7 @@ def main() -> int:
         environment = {"ACCELERATE_USE_CPU": "true"} if plan.on_cpu else {}
         code = execute(plan, records, Launcher(environment).run)
         if known := len(list(records)):
-            draw(plan, records)  # also of a study that was cut short
+            draw(plan, records)  # also if the study was stopped early
         print(f"{known} of {len(points)} runs have a record in {records.path}; files are in {plan.runs}")
         if code:
             print("the same command resumes from here", file=sys.stderr)

@@ -1,12 +1,12 @@
-"""Let the pages of the documentation site link files outside of docs/, as they do on GitHub.
+"""Let pages of the documentation site link to files outside of docs/, as they do on GitHub.
 
-In the site, what is in docs/ is at the top, and every other file of the project that a page links is at its own path:
+In the site, the files of docs/ are at the top. Every other file of the project that a page links to keeps its path:
 
     docs/rules.md                links ../recipes/figures/rules.png
     site/rules/index.html        links ../recipes/figures/rules.png, a copy that the build makes
 
 Linked Markdown pages (lab notes, CONTRIBUTING.md) become pages of the site, and their links are followed too. The
-README is readme/, because the front page of the site is docs/index.md.
+README has the path readme/, because the front page of the site is docs/index.md.
 """
 
 import os
@@ -21,14 +21,14 @@ LINK = re.compile(r"\[((?:[^][]|\[[^][]*\])*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 
 
 def targets(page: str) -> list[str]:
-    """Return the files of the project that a page links.
+    """Return the files of the project that a page links to.
 
     Args:
         page (`str`):
             Path of a Markdown page in the project.
 
     Returns:
-        `list[str]`: paths in the project. Addresses of the web are left out.
+        `list[str]`: paths in the project. Web addresses are left out.
     """
     found = [target for _, target, _ in LINK.findall((ROOT / page).read_text())]
     return [in_project(page, target) for target in found if "://" not in target and "{{" not in target]
@@ -43,12 +43,12 @@ def in_project(page: str, target: str) -> str:
 
 
 def in_site(path: str) -> str:
-    """Return where a file of the project is in the site."""
+    """Return the path that a file of the project has in the site."""
     return "readme.md" if path == "README.md" else path.removeprefix("docs/")
 
 
 def on_files(files: Files, config) -> Files:
-    """Add every file outside of docs/ that a page links, directly or through another page."""
+    """Add every file outside of docs/ that a page links to, directly or through another page."""
     waiting = [f"docs/{one.src_uri}" for one in files.documentation_pages()]
     seen = set(waiting)
     while waiting:
@@ -64,7 +64,7 @@ def on_files(files: Files, config) -> Files:
 
 
 def on_page_markdown(markdown: str, page, config, files: Files) -> str:
-    """Write the links of a page as they are in the site. A link to a folder becomes plain text."""
+    """Change the links of a page to paths of the site. A link to a folder becomes plain text."""
     source = Path(page.file.abs_src_path).relative_to(ROOT).as_posix()
     folder = posixpath.dirname(page.file.src_uri) or "."
 

@@ -1,7 +1,7 @@
-"""What the studies of this folder share: a record store, one training run, presets and figures.
+"""Shared code of the studies in this folder: a record store, one training run, presets and figures.
 
-A point is a dictionary of settings. Measuring it gives a dictionary of numbers. Both are one line of a file
-in results/, which is complete after every point, so a study that was stopped resumes from there:
+A point is a dictionary of settings. Measuring it gives a dictionary of numbers. Both are stored as one line of a file
+in results/. The file is complete after every point, so a study that was stopped resumes from there:
 
     {
     "environment": {...},                                   # of the last measurement
@@ -12,8 +12,8 @@ in results/, which is complete after every point, so a study that was stopped re
     ]
     }
 
-All settings are in the point: a point that was changed has no record and is measured again. Its old record is
-left out, with a message.
+A point has all settings. Therefore a point that was changed has no record and is measured again. Its old record is
+dropped, with a message.
 """
 
 import argparse
@@ -54,7 +54,7 @@ from hf_slt.training.run import Run
 HERE = Path(__file__).parent
 Point = Mapping[str, Any]
 Record = dict[str, Any]
-Measure = Callable[..., Record]  # takes the settings of a point by name; importable, for workers
+Measure = Callable[..., Record]  # takes the settings of a point by name; workers must be able to import it
 
 # -- records ----------------------------------------------------------------------------------------
 
@@ -63,7 +63,7 @@ class Records:
     """The records of the points of a study, in the order of the points, and the file that holds them."""
 
     def __init__(self, path: Path, points: Iterable[Point], fresh: bool = False, keep: bool = False) -> None:
-        """With `keep`, records of other points stay in the file, also those that another process adds."""
+        """Read the file, unless `fresh`. With `keep`, records of other points (also by other processes) stay in it."""
         self.path, self.keep = path, keep
         self.points = {_key(point): point for point in points}
         self.facts: dict[str, Any] = self.read() if path.exists() and not fresh else {}
@@ -72,19 +72,19 @@ class Records:
         self.found: dict[str, Record] = {key: stored[key] for key in known if key in stored}
         if changed := len(stored) - len(self.found):
             first = next(key for key in stored if key not in self.found)
-            message = f"{changed} records are of no point of the study as it is, and are left out"
-            print(f"{path.name}: {message}; the first of {first}", file=sys.stderr)
+            message = f"{changed} records are of no point of the present study and are dropped"
+            print(f"{path.name}: {message}; the first is of {first}", file=sys.stderr)
 
     def __iter__(self) -> Iterator[Record]:
         return (self.found[key] for key in self.points if key in self.found)
 
     def get(self, point: Point) -> Record | None:
-        """The record of a point, if it has one."""
+        """Return the record of a point, or None."""
         return self.found.get(_key(point))
 
     def add(self, point: Point, found: Record) -> None:
-        """Keep what was found at a point."""
-        if self.keep and self.path.exists():  # another process may have measured other points meanwhile
+        """Store the record of a point."""
+        if self.keep and self.path.exists():  # another process may have added records since
             written = {_key(record["of"]): record for record in self.read()["records"]}
             self.found = {**written, **self.found}
         self.found[_key(point)] = {"of": dict(point), **found}
@@ -92,29 +92,29 @@ class Records:
         self.write()
 
     def conclude(self, **facts: Any) -> None:
-        """Keep these conclusions beside the records."""
+        """Store these conclusions in the file of the records."""
         facts = {**self.facts, **json.loads(json.dumps(facts))}
         if facts != self.facts:
             self.facts = facts
             self.write()
 
     def read(self) -> dict[str, Any]:
-        """What the file holds."""
+        """Return the contents of the file."""
         return json.loads(self.path.read_text())
 
     def text(self) -> str:
-        """All that is known, as the file holds it."""
+        """Return the text of the file: all conclusions and records."""
         head = "".join(f"{json.dumps(name)}: {json.dumps(fact)},\n" for name, fact in self.facts.items())
         lines = ",\n".join(json.dumps(self.found[key]) for key in sorted(self.found))
         return f'{{\n{head}"records": [\n{lines}\n]\n}}\n'
 
     def write(self) -> None:
-        """Replace the file by one of all that is known."""
+        """Write all conclusions and records to the file."""
         with replacing(self.path) as temporary:
             temporary.write_text(self.text())
 
     def measure(self, measure: Measure, points: Iterable[Point], workers: int) -> None:
-        """Measure those of the points that have no record, several at a time."""
+        """Measure the points that have no record, several at a time."""
         points = list(points)
         left = [point for point in points if self.get(point) is None]
         name, done = self.path.stem, len(points) - len(left)
@@ -128,7 +128,7 @@ class Records:
 
 
 def grid(**settings: Iterable[Any]) -> list[Point]:
-    """A point for every combination of settings, the last of them changing fastest.
+    """Return a point for every combination of settings. The last setting changes fastest.
 
     >>> grid(n=(1, 2), seed=range(2))
     [{'n': 1, 'seed': 0}, {'n': 1, 'seed': 1}, {'n': 2, 'seed': 0}, {'n': 2, 'seed': 1}]
@@ -137,7 +137,7 @@ def grid(**settings: Iterable[Any]) -> list[Point]:
 
 
 def _key(point: Point) -> str:
-    # The last digits of a float, say of np.geomspace, depend on the machine.
+    # The last digits of a float (for example from np.geomspace) depend on the machine.
     rounded = json.loads(json.dumps(point), parse_float=lambda digits: float(f"{float(digits):.12g}"))
     return json.dumps(rounded, sort_keys=True)
 
@@ -148,14 +148,14 @@ def digest_of(point: Point) -> str:
 
 
 def select(records: Iterable[Record], **wanted: Any) -> list[Record]:
-    """Records with these settings; None stands for "not set"."""
+    """Return the records with these settings. None means "not set"."""
     return [
         record for record in records if all(record["of"].get(name) == value for name, value in wanted.items())
     ]
 
 
 def group(records: Iterable[Record], by: str | Callable[[Record], Any]) -> dict[Any, list[Record]]:
-    """Records in groups, by a setting or a function, in the order of its values.
+    """Group records by a setting or a function, sorted by its values.
 
     >>> list(group([{"of": {"n": 3}}, {"of": {"n": 2}}, {"of": {"n": 3}}], "n").items())
     [(2, [{'of': {'n': 2}}]), (3, [{'of': {'n': 3}}, {'of': {'n': 3}}])]
@@ -167,7 +167,7 @@ def group(records: Iterable[Record], by: str | Callable[[Record], Any]) -> dict[
 
 
 def geometric_mean(values: Iterable[float]) -> float:
-    """The mean of values that differ by decades; zeros count as the least there is.
+    """Return the geometric mean. Values below 1e-300, such as zeros, count as 1e-300.
 
     >>> round(geometric_mean([1.0, 100.0]), 9)
     10.0
@@ -179,11 +179,11 @@ def geometric_mean(values: Iterable[float]) -> float:
 
 
 def measure_all(measure: Measure, points: Iterable[Point], workers: int) -> Iterator[tuple[Point, Record]]:
-    """Points with what was found there, as they come, from processes of one thread each.
+    """Yield each point with its record as soon as it is measured, in worker processes of one thread each.
 
-    On one thread, and with the vectors of AVX2 also where torch has wider ones, sums have one order, and a
-    point repeats to the last bit. Freed memory is kept (docs/speed.md). A fresh interpreter for every worker
-    reads these settings; and torch does not survive a fork with threads.
+    With one thread and AVX2 (also where torch could use wider vectors) sums always have the same order, so a
+    point repeats to the last bit. Freed memory is kept (docs/speed.md). Every worker is a fresh interpreter, because
+    these settings are read at the start, and because torch does not survive a fork with threads.
     """
     kept = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=100000000000"
     settings = {"OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": kept}
@@ -197,19 +197,19 @@ def measure_all(measure: Measure, points: Iterable[Point], workers: int) -> Iter
         for future in as_completed(running):
             yield running[future], future.result()
     except BaseException:
-        for worker in active_children():  # a point cut short is measured again
+        for worker in active_children():  # points that are being measured will be measured again
             worker.kill()
         raise
     finally:
         pool.shutdown(cancel_futures=True)
-        for name, value in before.items():  # what this process starts next is not of the study
+        for name, value in before.items():  # later child processes must not inherit these settings
             os.environ.pop(name)
             if value is not None:
                 os.environ[name] = value
 
 
 def _end_with_parent() -> None:
-    """In a worker: end when the study does, even if that was killed; a Ctrl-C is for the study to handle."""
+    """End this worker when the study ends, even if the study was killed. Only the study itself handles Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = parent_process()
     assert parent is not None
@@ -225,7 +225,7 @@ def _quietly(measure: Measure, point: Point) -> Record:
 
 
 def loop_arguments(**settings: Any) -> Arguments:
-    """Return arguments of the training loop by their names on its command line; None stands for "not given"."""
+    """Return arguments of the training loop by their names on its command line. None means "not given"."""
     words: list[str] = []
     for name, value in settings.items():
         if value is not None:
@@ -234,7 +234,7 @@ def loop_arguments(**settings: Any) -> Arguments:
 
 
 class TimedRun(Run):
-    """A run that knows its processor time, also after it was killed and resumed."""
+    """A run that counts its processor time, also after it was killed and resumed."""
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
@@ -244,11 +244,11 @@ class TimedRun(Run):
 
     @property
     def seconds(self) -> float:
-        """Seconds of the processor since the first step. Reading the text is not counted."""
+        """Processor seconds since the first step. Reading the text is not counted."""
         return self.before + time.process_time() - self.started
 
     def save(self) -> None:
-        """Write a checkpoint, and the seconds beside it."""
+        """Write a checkpoint, and the seconds to a file next to it."""
         super().save()
         with replacing(self.folder / "seconds.json") as temporary:
             temporary.write_text(json.dumps({"seconds": self.seconds}))
@@ -258,16 +258,15 @@ class TimedRun(Run):
 def trained_run(
     settings: Point, make_run: Callable[..., TimedRun] = TimedRun, folder: Path | None = None
 ) -> Iterator[TimedRun]:
-    """Train a model by the loop of train_gpt2_slt.py and yield its run. Its files are removed afterwards.
+    """Train a model with the loop of train_gpt2_slt.py and yield its run. Its files are removed afterwards.
 
     Args:
         settings (`Mapping[str, Any]`):
             Options of the training loop by name.
         make_run (`Callable`, *optional*):
-            Makes the run of the parsed arguments.
+            Makes a run from the parsed arguments.
         folder (`Path`, *optional*):
-            Where checkpoints are written: a run that was killed is resumed from its last one. Without a folder
-            nothing is kept.
+            Folder for checkpoints: a run that was killed resumes from the last one. Without a folder nothing is kept.
     """
     with tempfile.TemporaryDirectory() as temporary:
         saving = (
@@ -283,7 +282,7 @@ def trained_run(
 
 
 def summary_of(run: TimedRun) -> Record:
-    """Return the losses of a run on its validation blocks, and what they took."""
+    """Return the validation losses of a run, its tokens, the digest of its text and its seconds."""
     seen = [one for one in run.log.records if one["kind"] == "evaluation"]
     return {
         "loss": seen[-1]["loss"],
@@ -299,7 +298,7 @@ def summary_of(run: TimedRun) -> Record:
 
 
 class Preset(SimpleNamespace):
-    """How much of a study is run: numbers by name."""
+    """The size of a study: numbers by name."""
 
 
 def presets(usual: Mapping[str, Any], **changes: Mapping[str, Any]) -> dict[str, Preset]:
@@ -322,13 +321,13 @@ matplotlib.rcParams.update({
 
 
 def line(place: int) -> dict[str, Any]:
-    """Colour and marker of the line at a place: two ways to tell it from the others."""
-    again, colour = divmod(place, len(COLOURS))  # a colour that comes again has another marker
+    """Return the colour and the marker of a line, by its place among the lines."""
+    again, colour = divmod(place, len(COLOURS))  # a colour that is used again gets another marker
     return {"color": COLOURS[colour], "marker": MARKERS[(place + again) % len(MARKERS)]}
 
 
 def panels(rows: int, columns: int, width: float, height: float, **sharing: Any) -> tuple[Figure, Any]:
-    """A figure, and its axes in an array (rows, columns)."""
+    """Return a figure, and its axes in an array (rows, columns)."""
     figure = Figure(figsize=(width, height), layout="constrained")
     return figure, figure.subplots(rows, columns, squeeze=False, **sharing)
 
@@ -338,7 +337,7 @@ def panels(rows: int, columns: int, width: float, height: float, **sharing: Any)
 
 @dataclass(frozen=True)
 class Part:
-    """A figure with records of its own: the points of a preset, how one is measured, what comes of them."""
+    """A figure with its own records: the points of a preset, how to measure a point, and how to draw the records."""
 
     points: Callable[[Any], list[Point]]
     measure: Measure
@@ -347,19 +346,19 @@ class Part:
 
 @dataclass(frozen=True)
 class Study:
-    """What was asked for on the command line, and where its files are."""
+    """The options of the command line, and the files of the study."""
 
     name: str
     kept: str  # the preset whose figures the README shows
     options: argparse.Namespace
 
     def records(self, points: Iterable[Point], part: str = "") -> Records:
-        """The records of the study, or of one of its parts."""
+        """Return the records of the study, or of one of its parts."""
         stem = "_".join(filter(None, (self.name, self.options.preset, part)))
         return Records(self.options.out / "results" / f"{stem}.json", points, self.options.fresh)
 
     def save(self, figure: Figure, name: str) -> None:
-        """Write a figure, whole or not at all."""
+        """Write a figure to its file, atomically."""
         preset = self.options.preset
         path = self.options.out / "figures" / ("" if preset == self.kept else preset) / f"{name}.png"
         with replacing(path) as temporary:
@@ -367,7 +366,7 @@ class Study:
         print(f"drew {path}")
 
     def make(self, part: Part, name: str, preset: Any, wanted: Callable[[Point], bool] | None = None) -> None:
-        """Measure the points of a part that are wanted, or all; draw it, keep and print its conclusions."""
+        """Measure the points of a part (with `wanted`, only some), draw it, and store and print its conclusions."""
         points = part.points(preset)
         records = self.records(points, name)
         records.measure(part.measure, filter(wanted, points) if wanted else points, self.options.workers)
@@ -379,11 +378,11 @@ class Study:
 
 
 def parser_of(doc: str | None, presets: Iterable[str], parts: Iterable[str]) -> argparse.ArgumentParser:
-    """The options that all studies have."""
+    """Return a parser with the options that all studies have."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=list(presets), default="quick")
-    parser.add_argument("--only", nargs="+", choices=list(parts), default=list(parts), help="what to make")
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes, one per core")
+    parser.add_argument("--only", nargs="+", choices=list(parts), default=list(parts), help="parts to make")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes (default: all cores)")
     parser.add_argument("--out", type=Path, default=HERE, help="folder of results/ and figures/")
-    parser.add_argument("--fresh", action="store_true", help="measure again what is already known")
+    parser.add_argument("--fresh", action="store_true", help="measure points with a record again too")
     return parser

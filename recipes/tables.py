@@ -1,11 +1,11 @@
-"""The one writer of Markdown tables, without imports: a benchmark measures memory."""
+"""Write Markdown tables. This module imports almost nothing, because the benchmark measures memory."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 
 def markdown_table(rows: Iterable[Mapping[str, Any]], numbers: Iterable[str] = ()) -> str:
-    """Return rows as a Markdown table. The keys of the first row are the heads of the columns.
+    """Return rows as a Markdown table. The keys of the first row are the column headings.
 
     Args:
         rows (`Iterable[Mapping[str, Any]]`):

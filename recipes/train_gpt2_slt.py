@@ -1,13 +1,14 @@
-"""Find a ticket: train the scores of a supermask GPT-2, from text to a folder ready to share.
+"""Find a ticket: train the scores of a supermask GPT-2 on text, and write a folder that is ready to share.
 
     python recipes/train_gpt2_slt.py --train_files my/*.txt --output_dir runs/mine
     accelerate launch --config_file recipes/accelerate/ddp.yaml recipes/train_gpt2_slt.py --config recipes/nano.yaml
 
-Defaults < preset (--config, nano.yaml if none is named) < command line. With --compare, controls run after
-the ticket on the same text and steps, and one table and figure show them all.
+The command line overrides the preset (--config; nano.yaml by default), which overrides the defaults of the code. With
+--compare, controls are trained after the ticket on the same text for the same steps, and one table and one figure
+show them all.
 
-This is the whole loop, and the only one: `hf_slt.training` has its pieces, the studies beside this file
-import it from here. Change it as you like.
+This is the whole training loop, and the only one: `hf_slt.training` has its parts, and the studies in this folder
+import the loop from here. Change it as you like.
 """
 
 import sys
@@ -46,38 +47,38 @@ def optimizer_step(run: Run) -> Tensor:
             # Forward: every layer computes with weight * mask. The weights are frozen random numbers; the
             # mask keeps the share `density` of them, those with the largest |score|.
             loss = model(**batch).loss / batches
-            # Backward: "kept or not" has no slope, so the gradient passes straight through the mask: a score
-            # learns what the loss would gain from its weight, kept or not. Weights get no gradient.
+            # Backward: "kept or not" has no derivative, so the gradient passes straight through the mask. A score
+            # learns how its weight would change the loss, whether the weight is kept or not. Weights get no gradient.
             accelerator.backward(loss)
         total += loss.detach()
 
     run.clip_gradient()
-    run.optimizer.step()  # the next forward makes new masks of the new scores
+    run.optimizer.step()  # the next forward makes new masks from the new scores
     run.optimizer.zero_grad()
     run.done += 1
     return total
 
 
 def train(run: Run) -> bool:
-    """Train to the last step. Return False if a signal ended the run before."""
+    """Train to the last step. Return False if a signal ended the run earlier."""
     losses, clock = [], Clock(run.tokens_per_step)
     run.model.train()
     # The first Ctrl-C or SIGTERM stops the run after the current step.
     with Interruption() as interruption, run.progress_bar() as bar:
         while run.done < run.steps:
-            losses.append(optimizer_step(run))  # on its device: reading it now would make the next step wait
+            losses.append(optimizer_step(run))  # not read now: that would delay the next step
             clock.count()
             bar.update()
             if run.due("logging_steps"):
                 bar.set_postfix_str(run.log_training(losses, clock.speed()))
                 losses.clear()
 
-            with clock.stopped():  # tokens per second are those of training
+            with clock.stopped():  # tokens per second count training only
                 # An evaluation also counts the mask bits that changed since the last one.
                 improved = run.due("eval_steps") and run.evaluate()
                 stop = interruption.agreed(
                     run.accelerator, run.done
-                )  # by all processes, or they would wait forever
+                )  # all processes must stop together, or some would wait forever
                 if stop or (run.options.save_steps and (improved or run.due("save_steps"))):
                     run.save()
             if stop and run.done < run.steps:
@@ -98,20 +99,21 @@ def find_ticket(arguments: Arguments, **options: Any) -> dict[str, Any] | None:
 
 
 def main() -> int:
+    """Train the ticket and the controls of the command line. Return the exit code."""
     arguments = parse_arguments(description=__doc__.split("\n")[0], preset=HERE / "nano.yaml")
-    disable_progress_bar()  # of loading and saving; the bar over all steps stays
+    disable_progress_bar()  # hides the bars of loading and saving; the bar over all steps stays
     if not sys.stderr.isatty():
-        disable_progress_bars()  # of reading and tokenising: a log file would hold every state of them
+        disable_progress_bars()  # of reading and tokenising: they would fill a log file
     try:
         report = train_and_compare(arguments, find_ticket, HERE.parent / "model_cards" / "template.md")
     except KeyboardInterrupt:
         return 130
-    except (SLTError, OSError, SafetensorError) as error:  # the last of these for a full disk
+    except (SLTError, OSError, SafetensorError) as error:  # a full disk can raise SafetensorError
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()  # once: all runs of a comparison share it
-    return 130 if report is None else 0  # interrupted: as a shell has it
+    return 130 if report is None else 0  # 130: the exit code of shells for Ctrl-C
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Two models that are no language models, trained by transformers' own `Trainer`: a BERT classifier and a ViT.
+"""Train two models that are not language models with transformers' own `Trainer`: a BERT classifier and a ViT.
 
     python recipes/train_with_trainer.py bert        # which of two words comes first in a sentence of 16
     python recipes/train_with_trainer.py vit         # images of 16 x 16: stripes across, stripes down, or squares
 
-The data are made here, from a seed. Masks over random weights are learned; the small head is trained and stored with
-them. The ticket then loads by its Auto class, like any checkpoint. A minute or less on one core.
+The data are generated from a seed. Masks over random weights are learned; the small head is trained and stored with
+them. The ticket then loads with its Auto class, like any checkpoint. This takes a minute or less on one core.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from transformers import (
 import hf_slt
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-# The head is small and new for each task: it is trained and stored, all other matrices are masked.
+# The head is small and new for each task, so it is trained and stored. All other matrices are masked.
 OPTIONS: dict[str, Any] = {
     "law": "signed_constant",
     "density": 0.5,
@@ -39,7 +39,7 @@ OPTIONS: dict[str, Any] = {
 
 
 class Examples(Dataset):
-    """Inputs and labels as `Trainer` takes them.
+    """Inputs and labels in the form that `Trainer` expects.
 
     Args:
         name (`str`):
@@ -61,7 +61,7 @@ class Examples(Dataset):
 
 
 def sentences(count: int, seed: int) -> Examples:
-    """Sentences of 16 of 32 words, in which word 1 and word 2 stand once. Class 1: word 1 comes first."""
+    """Make sentences of 16 words out of 32, each with word 1 and word 2 once. Class 1: word 1 comes first."""
     dice = torch.Generator().manual_seed(seed)
     words = torch.randint(3, 32, (count, 16), generator=dice)
     places = torch.stack([torch.randperm(16, generator=dice)[:2] for _ in range(count)])
@@ -70,7 +70,7 @@ def sentences(count: int, seed: int) -> Examples:
 
 
 def images(count: int, seed: int) -> Examples:
-    """Noisy images of stripes across, stripes down, or squares of both, shifted and of any colour."""
+    """Make noisy images of stripes across, stripes down, or squares, with any shift and any colour."""
     dice = torch.Generator().manual_seed(seed)
     labels = torch.randint(0, 3, (count,), generator=dice)
     shifts = torch.randint(8, (count, 1), generator=dice)
@@ -150,13 +150,14 @@ def train(task: str, output_dir: str | Path, steps: int = 400, seed: int = 0) ->
 
 
 def main() -> None:
+    """Train the task of the command line and print the result."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("task", choices=list(TASKS))
     parser.add_argument("--output_dir", default="runs/trainer", help="folder for the ticket")
     parser.add_argument("--steps", type=int, default=400, help="optimizer steps of 64 examples")
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights and order of examples")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights and of the data order")
     args = parser.parse_args()
     print(json.dumps(train(args.task, args.output_dir, args.steps, args.seed)))
 

@@ -1,4 +1,4 @@
-"""The table of architectures that the tests share: tiny, one line each."""
+"""The table of tiny architectures that the tests share."""
 
 import pytest
 import torch
@@ -71,7 +71,7 @@ every_architecture = pytest.mark.parametrize("name", CASES)
 
 
 def make(name: str, **options):
-    """A model that learns, one large step from where it started."""
+    """Make a model that learns, and take one large training step."""
     stock, sizes, auto, kind = CASES[name]
     config = getattr(transformers, f"{stock}Config")(**sizes)
     model = auto.from_config(hf_slt.supermask_config(config, **{"density": 0.5, "seed": 7, **options}))

@@ -1,16 +1,15 @@
-"""A campaign against the one way in: tickets damaged in every way we could think of, and loaded in all ways.
+"""Attack the loading path: damage tickets in every way we could think of, and load them in all ways.
 
-    python -m tests.attack --count 20000            # seeded; a failure says how to see it again
+    python -m tests.attack --count 20000            # seeded; a failure prints how to repeat it
     python -m tests.attack --count 1 --first 1234   # that case alone
 
-A damaged ticket must be refused as TicketError, or be the very same model: same logits, same masks. Anything
-else is a failure: another model, another exception, many seconds, or more memory than three honest tickets of as
-many bytes take. One thing is not ours to refuse:
-AutoModel reads config.json before it knows whose model that is. What it raises before hf_slt is asked, and
-its reading of a device or a pipe in that place, is counted apart.
-A tokenizer has no digest: `slt page` and `slt export` must refuse a damaged one as SLTError, or write their file.
+A damaged ticket must be refused with TicketError, or be exactly the same model: same logits, same masks. Anything
+else is a failure: another model, another exception, many seconds, or more memory than three valid tickets of the
+same size. One case is not under our control: AutoModel reads config.json before hf_slt is called. If it raises an
+error there, or if config.json is a device or a pipe, the case is counted separately ("not asked").
+A tokenizer has no digest: `slt page` and `slt export` must refuse a damaged one with SLTError, or write their file.
 
-No damage here makes another ticket that is whole: whoever writes new masks with new digests made a ticket.
+No damage here makes another valid ticket: new masks with new digests would simply be a new ticket.
 """
 
 import argparse
@@ -65,7 +64,7 @@ SECONDS, WAITING, LEAST_MEGABYTES = (
     5,
     30,
     16,
-)  # of computing; in all; growth below the last is the allocator's
+)  # processor time; time in total; smaller growth of memory may come from the allocator
 TINY = {
     "n_layer": 1,
     "n_embd": 16,
@@ -78,7 +77,7 @@ TINY |= {"seed": 7, "density": 0.4, "bos_token_id": 30, "eos_token_id": 30, "pad
 WORDS = 300
 IDS = torch.tensor([[1, 2, 3, 4, 5, 6], [9, 8, 7, 31, 31, 31]])  # a classifier looks before the padding
 
-Files = dict[str, Any]  # bytes of a file, or what else lies under its name: see `lay_out`
+Files = dict[str, Any]  # by name: bytes of a file, or something else (see `lay_out`)
 
 
 # -- the tickets ----------------------------------------------------------------------------------
@@ -86,7 +85,7 @@ Files = dict[str, Any]  # bytes of a file, or what else lies under its name: see
 
 @dataclass
 class Victim:
-    """A ticket that is whole: its files, and the model that they are."""
+    """A valid ticket: its files and its model."""
 
     files: Files
     model: Any
@@ -102,7 +101,7 @@ class Victim:
 def make_victims(folder: Path) -> dict[str, Victim]:
     plans: dict[str, dict[str, Any]] = {
         "packed": {},
-        "second": {"scores": 1},  # of the same weights
+        "second": {"scores": 1},  # another mask of the same weights
         "saved": {},
         "entropy": {"encoding": "entropy", "seed": 8, "density": 0.1},
         "trained": {"embedding": "trained"},
@@ -160,13 +159,13 @@ def logits_of(model: Any) -> torch.Tensor:
 
 
 def state_of(model: Any) -> dict[str, torch.Tensor]:
-    """Every weight, and everything that a file holds: masks and trained values."""
+    """Return every weight, and everything that a file holds: masks and trained values."""
     stored = {f"{name} (stored)": torch.from_numpy(one) for name, one in model.stored_arrays().items()}
     return {name: values.clone() for name, values in (model.state_dict() | stored).items()}
 
 
 def make_version_2(files: Files) -> None:
-    """Files of the version before: the options flat in the configuration, and no digest of the whole."""
+    """Turn files into format version 2: options at the top level of the configuration, no digest of the ticket."""
     table, facts, tensors = take_apart(files[MASKS])
     config = json.loads(files[CONFIG])
     for one in (config, facts["config"]):
@@ -182,7 +181,7 @@ def make_version_2(files: Files) -> None:
 
 
 def take_apart(data: bytes) -> tuple[dict, dict, bytes]:
-    """Table (with the metadata), the header of the ticket in it, and the tensors."""
+    """Return the table (with the metadata), the header of the ticket in it, and the tensors."""
     length = struct.unpack("<Q", data[:8])[0]
     table = json.loads(data[8 : 8 + length])
     text = table["__metadata__"]["hf_slt"]
@@ -190,7 +189,7 @@ def take_apart(data: bytes) -> tuple[dict, dict, bytes]:
 
 
 def seal(facts: Any) -> None:
-    """Give a header the digest that what it says has, if there is one."""
+    """Give a header the correct digest of its contents, if it can be computed."""
     with contextlib.suppress(Exception):
         entries = {
             name: Entry(**{key: tuple(one) if type(one) is list else one for key, one in entry.items()})
@@ -202,13 +201,13 @@ def seal(facts: Any) -> None:
 
 
 def put_together(table: dict, facts: Any, tensors: bytes) -> bytes:
-    """With digests of the header that are true."""
+    """Return a file with correct digests of header and ticket."""
     seal(facts)
     return with_header(table, facts, tensors)
 
 
 def with_header(table: dict, facts: Any, tensors: bytes) -> bytes:
-    """With a true digest of its text; that of the ticket is what it says."""
+    """Return a file with a correct digest of the header text. The digest of the ticket stays as it is in `facts`."""
     text = to_text(facts)
     coded = table["__metadata__"]["hf_slt"][0] != "{" and text.isascii()
     table["__metadata__"] |= {"hf_slt": deflate(text) if coded else text, "hf_slt_sha256": sha256(text)}
@@ -221,7 +220,7 @@ def with_table(text: str, tensors: bytes) -> bytes:
     return struct.pack("<Q", len(data)) + data + tensors
 
 
-# What json.dumps does not write; a string stands for it until the text is made.
+# Values that json.dumps cannot write: strings stand for them until the text is made.
 RAW = {
     "@nan": "NaN",
     "@inf": "-Infinity",
@@ -276,7 +275,7 @@ VALUES += [[], [1], [0, 0], [2**40, 2**40], {}, {"a": 1}, [[[[]]]], "y" * 10_000
 
 
 def places(tree: Any, path: tuple = ()) -> Iterator[tuple]:
-    """The path of everything in a JSON value."""
+    """Return the paths of all parts of a JSON value."""
     inside = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     for key, value in inside:
         yield (*path, key)
@@ -290,7 +289,7 @@ def at(tree: Any, path: tuple) -> Any:
 
 
 def edit_tree(rng: random.Random, tree: dict) -> dict:
-    """One change somewhere in a JSON object."""
+    """Make one change somewhere in a JSON object."""
     tree = copy.deepcopy(tree)
     path = rng.choice(list(places(tree)))
     inside, key = at(tree, path[:-1]), path[-1]
@@ -340,14 +339,14 @@ COMPUTING = """
 
 
 def home(config: dict, key: str) -> dict:
-    """The object in which a configuration has an option."""
+    """Return the object of a configuration that has an option."""
     nested = config.get("supermask", {})
     rule = nested.get("rule_options", {})
     return next((one for one in (rule, nested) if key in one), config)
 
 
 def duplicate_key(rng: random.Random, tree: dict) -> str:
-    """The text of an object in which a key stands twice, the first time with another value."""
+    """Return the text of an object in which one key occurs twice, first with another value."""
     key = rng.choice(sorted(tree))
     return "{" + f"{json.dumps(key)}: {to_text(rng.choice(VALUES))}, " + to_text(tree)[1:]
 
@@ -547,8 +546,8 @@ def _consistent(rng, files, victim, victims):
         if one.get("id2label", 1) is None:
             del one["id2label"]
     facts |= {key: value for key, value in changes.items() if key in facts}
-    if rng.random() < 0.8:  # the header's tensors follow; what is stored does not
-        with contextlib.suppress(Exception):  # a configuration that cannot be
+    if rng.random() < 0.8:  # change the tensors of the header too, but not the stored data
+        with contextlib.suppress(Exception):  # the configuration may be impossible
             new = SupermaskGPT2Config(
                 **{key: one for key, one in changes.items() if key != "id2label"} | TINY | changes
             )
@@ -648,7 +647,7 @@ def _mix(rng, files, victim, victims):
     source = other.mask_file if name == victim.mask_file else name
     if source in other.files:
         files[name] = other.files[source]
-    if name == victim.mask_file and rng.random() < 0.3:  # all masks of the other under the own header
+    if name == victim.mask_file and rng.random() < 0.3:  # all masks of the other ticket under this header
         table, facts, _ = take_apart(victim.files[name])
         files[name] = put_together(table, facts, take_apart(files[name])[2])
 
@@ -672,7 +671,7 @@ def _missing(rng, files, victim, victims):
     for name in rng.sample(sorted(files), rng.choice([1, 1, 2])):
         del files[name]
     if victim.mask_file not in files:
-        files[CONFIG] = victim.files[CONFIG]  # without either it is no ticket
+        files[CONFIG] = victim.files[CONFIG]  # without either file it is not a ticket
 
 
 @damage("a link, a pipe or a folder in place of a file")
@@ -709,7 +708,7 @@ def _state(rng, files, victim, victims):
 
 @damage("a save that was not ours")
 def _next(rng, files, victim, victims):
-    """Files laid where a save that is cut short would leave them."""
+    """Put files where an interrupted save would leave them."""
     other = rng.choice(list(victims.values()))
     digest = sha256(rng.choice([files[CONFIG], files[CONFIG], other.files[CONFIG]]))[:16]
     laid = rng.choice([dict(other.files), {}, {other.mask_file: other.files[other.mask_file]}, dict(files)])
@@ -743,7 +742,7 @@ def _endless(rng, files, victim, victims):
         rng.choice([1, 8]) << 30,
     )
     data = files.get(name, b"{}")
-    if name == victim.mask_file and rng.random() < 0.6:  # the table knows of them
+    if name == victim.mask_file and rng.random() < 0.6:  # list them in the table
         table, facts, tensors = take_apart(data)
         key = rng.choice([one for one in table if one != "__metadata__"])
         start = table[key]["data_offsets"][0]
@@ -792,9 +791,9 @@ def _names(rng, files, victim, victims):
 
 @damage("another model under the same digest")
 def _forge(rng, files, victim, victims):
-    """All is consistent, weights of another seed with their digests too, but for the digest that people compare."""
+    """Make a consistent ticket of another seed, with all its digests, but keep the digest that people compare."""
     table, facts, tensors = take_apart(files[victim.mask_file])
-    if "digest" not in facts:  # a version before there was one
+    if "digest" not in facts:  # an older version without it
         return _flip(rng, files, victim, victims)
     config = json.loads(files[CONFIG])
     options = config["supermask"]
@@ -877,17 +876,17 @@ def lay_out(folder: Path, files: Files) -> None:
 
 
 def bytes_of(files: Files) -> int:
-    """Bytes that files take on disk."""
+    """Return the bytes that files take on disk."""
     sizes = {bytes: len, dict: bytes_of, tuple: lambda what: len(what[1]) if what[0] == "sparse" else 0}
     return sum(sizes[type(what)](what) for what in files.values())
 
 
 class Memory:
-    """The most that this process takes, since the start of a measurement."""
+    """The peak memory of this process since the start of a measurement."""
 
     def __init__(self) -> None:
         with contextlib.suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")  # Linux then begins anew
+            Path("/proc/self/clear_refs").write_text("5")  # resets the peak on Linux
         self.before = self._most()
 
     def _most(self) -> float:
@@ -898,12 +897,12 @@ class Memory:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
     def grown(self) -> float:
-        """Megabytes."""
+        """Return how much the peak has grown, in megabytes."""
         return self._most() - self.before
 
 
 def megabytes_per_byte(folder: Path) -> float:
-    """What an honest ticket takes while it is verified and loaded, by the length of its files."""
+    """Return the memory for verifying and loading a valid ticket, in megabytes per byte of its files."""
     model = SupermaskGPT2LMHeadModel(SupermaskGPT2Config(**TINY | {"n_embd": 512, "vocab_size": 4096}))
     model.save_ticket(folder)
     del model
@@ -920,7 +919,7 @@ class TooLong(BaseException):
 
 
 class Alarm:
-    """Raises TooLong in its block, once: a call that no signal interrupts may outlast both clocks."""
+    """Raises TooLong in its block, once. A call that signals cannot interrupt may take longer than both limits."""
 
     armed = False
 
@@ -943,7 +942,7 @@ def _ring(*_: Any) -> None:
 
 @dataclass
 class Result:
-    """What became of a damaged ticket, by way of loading it: "refused", "same", "not asked", or a failure."""
+    """The outcome of every way to load a damaged ticket: "refused", "same", "not asked", or a failure."""
 
     number: int
     kind: str
@@ -957,10 +956,10 @@ class Result:
 
 
 def run_case(seed: int, number: int, victims: dict[str, Victim], folder: Path, honest: float) -> Result:
-    """One damaged ticket, loaded in all ways. `honest`: megabytes that a byte of a ticket takes."""
+    """Damage one ticket and load it in all ways. `honest`: megabytes per byte that a valid ticket takes."""
     rng = random.Random(f"{seed} {number}")
     kinds = list(DAMAGES)
-    weights = [0.1 if kind.startswith("a bomb") else 1 for kind in kinds]  # which take long to make
+    weights = [0.1 if kind.startswith("a bomb") else 1 for kind in kinds]  # bombs take long to make
     kind = kinds[number] if number < len(kinds) else rng.choices(kinds, weights)[0]
     name = rng.choice(list(victims))
     victim, result = victims[name], Result(number, kind, name)
@@ -980,7 +979,7 @@ def run_case(seed: int, number: int, victims: dict[str, Victim], folder: Path, h
             "export": lambda: bool(export_gguf(folder, folder / "x.gguf", "f32")),
         }
     if isinstance(files.get(CONFIG), tuple):
-        del ways["auto"]  # transformers would read a device, or gigabytes, to the end
+        del ways["auto"]  # transformers would read all of a device, or gigabytes
     sparse = type(files.get(victim.mask_file)) is tuple and files[victim.mask_file][0] == "sparse"
     if not (sparse or isinstance(files.get(victim.mask_file), bytes)) or (
         isinstance(files.get(MODEL), bytes) and MASKS in files
@@ -1001,7 +1000,7 @@ def run_case(seed: int, number: int, victims: dict[str, Victim], folder: Path, h
             result.details += traceback.format_exc()
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # a panic of a Rust library is no Exception
+        except BaseException as error:  # a panic of a Rust library is not an Exception
             frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
             ours = any("hf_slt" + os.sep in name for name in frames)
             result.outcomes[way] = type(error).__name__ if ours or way != "auto" else "not asked"
@@ -1038,8 +1037,8 @@ def _same_mask(victim: Victim, folder: Path) -> bool:
 
 
 def campaign(count: int, seed: int = 0, first: int = 0, bar: bool = False) -> Iterator[Result]:
-    """Results of `count` cases."""
-    os.environ["RUST_BACKTRACE"] = "0"  # for a panic of tokenizers, debug symbols of 50 MB would be read
+    """Run `count` cases and yield their results."""
+    os.environ["RUST_BACKTRACE"] = "0"  # otherwise a panic of tokenizers reads 50 MB of debug symbols
     numbers = tqdm(range(first, first + count), disable=not bar, unit="ticket", mininterval=1, smoothing=0)
     with tempfile.TemporaryDirectory() as place, _quiet():
         victims, honest = make_victims(Path(place)), megabytes_per_byte(Path(place, "honest"))
@@ -1072,12 +1071,12 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=20_000, help="how many damaged tickets")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--first", type=int, default=0, help="number of the first; with --count 1 that case alone"
+        "--first", type=int, default=0, help="number of the first case; with --count 1, only that case"
     )
     options = parser.parse_args()
     table: dict[str, Counter] = {kind: Counter() for kind in DAMAGES}
     failures = 0
-    with contextlib.suppress(KeyboardInterrupt):  # the table is then of what was tried
+    with contextlib.suppress(KeyboardInterrupt):  # the table then shows what was tried so far
         for result in campaign(options.count, options.seed, options.first, bar=True):
             table[result.kind]["tickets"] += 1
             for outcome in result.outcomes.values():

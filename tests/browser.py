@@ -1,7 +1,7 @@
-"""The page of a ticket in a real browser, opened from disk; what `make test-browser` runs.
+"""Test the page of a ticket in a real browser, opened from disk. `make test-browser` runs this file.
 
-Chromium is driven by its own DevTools protocol over a pair of pipes: messages are JSON, each ended by a zero
-byte. Screenshots are left in runs/browser/, to be looked at.
+Chromium is controlled with its DevTools protocol over a pair of pipes: messages are JSON, and each ends with a zero
+byte. Screenshots are saved in runs/browser/, for you to look at.
 """
 
 import base64
@@ -43,14 +43,14 @@ class Browser:
         self.process = subprocess.Popen(
             [program, *options, "--remote-debugging-pipe", "about:blank"],
             preexec_fn=lambda: [os.dup2(end, place) for end, place in zip(ends, (3, 4), strict=True)],
-            pass_fds=(3, 4),  # which that option reads from and writes to
+            pass_fds=(3, 4),  # the pipes of --remote-debugging-pipe
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
         for one in (read, write, *ends):
             os.close(one)
         self.number, self.buffer, self.session = 0, b"", None
-        self.errors: list[str] = []  # what the page complained of
+        self.errors: list[str] = []  # errors of the page
         targets = self.ask("Target.getTargets")["targetInfos"]
         (tab,) = (one["targetId"] for one in targets if one["type"] == "page")
         self.session = self.ask("Target.attachToTarget", targetId=tab, flatten=True)["sessionId"]
@@ -58,7 +58,7 @@ class Browser:
             self.ask(f"{domain}.enable")
 
     def ask(self, method: str, **parameters: Any) -> dict:
-        """The answer to one message; events that come before it are looked at for errors."""
+        """Send one message and return its answer. Events that come before it are searched for errors."""
         self.number += 1
         message = {"id": self.number, "method": method, "params": parameters}
         if self.session:
@@ -84,7 +84,7 @@ class Browser:
         return json.loads(message)
 
     def run(self, script: str) -> Any:
-        """The value of an expression in the page."""
+        """Return the value of an expression in the page."""
         found = self.ask("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
@@ -110,7 +110,7 @@ class Browser:
             self.ask("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code)
 
     def click(self, selector: str) -> None:
-        """A real click in the middle of an element, once the page no longer adds pictures that would move it."""
+        """Click in the middle of an element, after the page has added all pictures that could move it."""
         self.wait("document.getElementById('gallery').getAttribute('aria-busy') === 'false'")
         self.run(f"document.querySelector({json.dumps(selector)}).scrollIntoView({{block: 'center'}})")
         box = self.run(f"document.querySelector({json.dumps(selector)}).getBoundingClientRect().toJSON()")
@@ -119,14 +119,14 @@ class Browser:
             self.ask("Input.dispatchMouseEvent", type=kind, **place, button="left", clickCount=1)
 
     def look(self, width: int, scheme: str = "light") -> None:
-        """A screen of this width, light or dark."""
+        """Set the width of the screen, and a light or dark theme."""
         metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
         self.ask("Emulation.setDeviceMetricsOverride", **metrics)
         feature = {"name": "prefers-color-scheme", "value": scheme}
         self.ask("Emulation.setEmulatedMedia", features=[feature])
 
     def shoot(self, name: str) -> None:
-        """A picture of the whole page."""
+        """Save a screenshot of the whole page."""
         self.run("new Promise((done) => requestAnimationFrame(() => setTimeout(done, 200)))")
         shot = self.ask("Page.captureScreenshot", format="png", captureBeyondViewport=True)
         SHOTS.mkdir(parents=True, exist_ok=True)
@@ -152,7 +152,7 @@ def browser(tmp_path_factory) -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory) -> Path:
-    """The page of a ticket with the shape of `nano`; or of the one that TICKET names, to look at it."""
+    """Write the page of a ticket with the shape of `nano`, or of the ticket that the variable TICKET names."""
     folder = tmp_path_factory.mktemp("page")
     if "TICKET" in os.environ:
         return write_page(os.environ["TICKET"], folder / "page.html")
@@ -167,7 +167,7 @@ READY = "document.getElementById('go').textContent === 'Write'"
 
 
 def write(browser: Browser) -> str:
-    """The text that a click on the button gives."""
+    """Click on the button and return the text that the page writes."""
     browser.run("document.getElementById('speed').textContent = ''")
     browser.click("#go")
     browser.wait("/tokens per second/.test(document.getElementById('speed').textContent)")
@@ -193,7 +193,7 @@ def test_a_visitor_writes_and_flips_the_switch(browser, page):
     browser.wait(READY)
     untrained = browser.text("text")
     assert untrained.startswith("It's what")
-    browser.click("[value=trained]")  # the same draw again
+    browser.click("[value=trained]")  # the same random draw again
     browser.wait("document.getElementById('speed').textContent.startsWith('Trained')")
     browser.wait(READY)
     assert browser.text("text") == trained != untrained
@@ -258,7 +258,7 @@ def test_a_visitor_flips_a_bit_and_mends_it(browser, page):
 
 
 def test_every_control_has_a_name_and_can_be_reached(browser, page):
-    """What a screen reader is told, and the way of the tab key."""
+    """Check what a screen reader reads, and the order of the tab key."""
     browser.open(page)
     browser.wait("document.querySelectorAll('#gallery canvas').length > 5")
     nodes = browser.ask("Accessibility.getFullAXTree")["nodes"]
@@ -279,7 +279,7 @@ def test_every_control_has_a_name_and_can_be_reached(browser, page):
     assert [one for one in reached if one in order] == order
 
 
-# The palest text of the page, as the contrast of WCAG, and where it is.
+# The text of the page with the lowest contrast (WCAG), and where it is.
 CONTRAST = r"""(() => {
   const linear = (one) => one <= 0.03928 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4;
   const light = (colour) => {
@@ -302,7 +302,7 @@ CONTRAST = r"""(() => {
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize(("screen", "width"), [("wide", 1280), ("narrow", 360)])
 def test_screens(browser, page, capsys, screen, width, scheme):
-    """Nothing is wider than the screen, no text is too pale; the pictures are to be looked at."""
+    """Nothing is wider than the screen, and no text is too pale. The screenshots are for you to look at."""
     browser.look(width, scheme)
     browser.open(page)
     browser.wait("document.querySelectorAll('#gallery canvas').length > 5")
@@ -312,7 +312,7 @@ def test_screens(browser, page, capsys, screen, width, scheme):
     assert worst >= 4.5, where
     browser.shoot(f"{screen}_{scheme}")
     assert not browser.errors
-    with capsys.disabled():  # measured, and not to be failed by a busy machine
+    with capsys.disabled():  # only printed: a busy machine must not fail the test
         numbers = [browser.text(one) for one in ("weights", "time", "speed")]
         print("\n{} weights drawn in {}. {}".format(*numbers))
 
@@ -330,7 +330,7 @@ LONG_TASKS = (
 
 @pytest.mark.parametrize("rule", RULES)
 def test_a_ticket_of_a_megabyte_is_drawn_and_writes(browser, capsys, rule, tmp_path):
-    """Five million weights. The longest time without an answer to the visitor is measured too."""
+    """Open a page with five million weights, and measure the longest time in which it does not react."""
     model = make("scores", **LARGE, rule=rule, **RULES[rule], bos_token_id=0, eos_token_id=0, pad_token_id=0)
     model.save_ticket(tmp_path / "ticket", encoding="entropy")
     train_tokenizer([TEXT * 9], 320, 128).save_pretrained(tmp_path / "ticket")
@@ -339,7 +339,7 @@ def test_a_ticket_of_a_megabyte_is_drawn_and_writes(browser, capsys, rule, tmp_p
     longest = browser.run("longest")
     assert write(browser)
     assert not browser.errors
-    with capsys.disabled():  # measured, and not to be failed by a busy machine
+    with capsys.disabled():  # only printed: a busy machine must not fail the test
         numbers = [browser.text(one) for one in ("weights", "bytes", "time", "speed")]
         print("\n{}: {} weights in {} bytes, drawn in {}. {}".format(rule, *numbers), end=" ")
         print(f"Longest task while opening: {longest:.0f} ms.")

@@ -29,7 +29,7 @@ TINY = {
     "pad_token_id": 63,
 }
 
-# U[-1, 1] without LayerNorm grows by the layer: small embeddings keep the softmax from saturating.
+# With U[-1, 1] and without LayerNorm, values grow with every layer: small embeddings keep the softmax from saturating.
 _THEORY = {"law": "uniform", "layer_norm": False, "embedding_law": "normal", "embedding_range": 5e-4}
 
 # law x embedding x LayerNorm x tied x head widths: every value of each, and the pairs that share code.
@@ -59,7 +59,7 @@ def tiny_config(**changes) -> SupermaskGPT2Config:
 
 
 def mergeable(changes: dict) -> bool:
-    """Whether stock GPT-2 can carry the weights: it has LayerNorm, and heads of n_embd / n_head."""
+    """Return whether stock GPT-2 can hold the weights: it has LayerNorm, and heads of width n_embd / n_head."""
     return changes.get("layer_norm", True) and not {"n_qk", "n_v"} & set(changes)
 
 
@@ -73,7 +73,7 @@ both_states = pytest.mark.parametrize("state", ["scores", "ticket"])
 
 
 def tiny_batch(rows: int = 3, length: int = 12, seed: int = 0) -> Tensor:
-    """Token ids without padding or end."""
+    """Return token ids without padding or end token."""
     return torch.randint(0, 62, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
@@ -81,7 +81,7 @@ IDS = tiny_batch()
 
 
 def train_a_little(model: PreTrainedModel, steps: int = 3) -> PreTrainedModel:
-    """A few large steps, so that no mask is the one of the first scores; comes back in eval mode."""
+    """Take a few large steps, so no mask stays that of the initial scores. Return the model in eval mode."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=0.1, weight_decay=0.0)
     model.train()
@@ -95,18 +95,18 @@ def train_a_little(model: PreTrainedModel, steps: int = 3) -> PreTrainedModel:
 
 @torch.no_grad()
 def logits_of(model: PreTrainedModel, ids: Tensor | None = None, **options) -> Tensor:
-    """What a model says of a batch, in float32."""
+    """Return the output of a model for a batch, in float32."""
     return model(IDS if ids is None else ids, **options)[0].float()
 
 
 def make(state: str = "scores", model_class=SupermaskGPT2LMHeadModel, **changes) -> PreTrainedModel:
-    """A tiny model whose masks were learned, in either state."""
+    """Make a tiny model with trained masks: one that learns, or its ticket."""
     model = train_a_little(model_class(tiny_config(**changes)))
     return model if state == "scores" else model.to_ticket()
 
 
 def learned(module: torch.nn.Module) -> dict[str, Tensor]:
-    """Scores, masks and trained embeddings: all that a file holds."""
+    """Return scores, masks and trained embeddings: everything that a file holds."""
     return {name: values.detach().clone() for name, values in module.state_dict().items()}
 
 
@@ -118,7 +118,7 @@ def assert_same_values(found: dict[str, Tensor], expected: dict[str, Tensor]) ->
 
 
 def assert_equals_stock(found: Tensor, model: PreTrainedModel) -> None:
-    """Logits that are those of stock GPT-2 with the merged weights of `model`."""
+    """Check that the logits equal those of stock GPT-2 with the merged weights of `model`."""
     stock = model.merge_and_unload()
     assert type(stock) is GPT2LMHeadModel
     assert not [module for module in stock.modules() if isinstance(module, MaskedModule)]
@@ -126,14 +126,14 @@ def assert_equals_stock(found: Tensor, model: PreTrainedModel) -> None:
 
 
 def gradients(model: PreTrainedModel, **batch: Tensor) -> dict[str, Tensor]:
-    """Of the loss on a batch, by name of the parameter."""
+    """Return the gradients of the loss on a batch, by name of the parameter."""
     model.zero_grad()
     model(**(batch or {"input_ids": IDS, "labels": IDS}), use_cache=False).loss.backward()
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
 def save_tickets(folder: Path, names: Sequence[str], **changes) -> dict[str, Tensor]:
-    """Tickets of one backbone, each trained a little further than the last; their logits by name."""
+    """Save tickets of one backbone, each trained a little longer than the one before. Return their logits by name."""
     model, logits = SupermaskGPT2LMHeadModel(tiny_config(**changes)), {}
     for name in names:
         train_a_little(model).save_ticket(folder / name)

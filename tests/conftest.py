@@ -1,10 +1,10 @@
-"""Time limits, and the tests that are too long for every day."""
+"""Set time limits, and skip the tests that take too long for every day."""
 
 import os
 
 import pytest
 
-SLOW_SECONDS = 1200  # minutes beside another busy process, where the test itself takes seconds
+SLOW_SECONDS = 1200  # a test of seconds can take minutes while another process is busy
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

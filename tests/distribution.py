@@ -1,4 +1,4 @@
-"""Build the wheel and the source distribution, check both, and use the wheel in an environment that has nothing else.
+"""Build the wheel and the source distribution, check both, and use the wheel in an otherwise empty environment.
 
     python tests/distribution.py dist          # what `make dist` runs
 

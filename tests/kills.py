@@ -1,10 +1,10 @@
-"""Writers killed in the middle: whatever is left must load as the ticket before or as the one after, with its
-tokenizer and generation settings. Then a reader that loads while two processes overwrite.
+"""Kill writers in the middle of a save. The folder must then load as the old or as the new ticket, with its tokenizer
+and generation settings. Also load tickets while two processes overwrite them.
 
-    python -m tests.kills --count 100    # kill -9 in overwriting saves, and as many in packing
+    python -m tests.kills --count 100    # kill -9 in overwriting saves, and the same number in packing
 
-A writer is a process of its own that overwrites one folder again and again; it is killed after a random time.
-`stops_everywhere` is the same without chance: one process for each call that changes the file system.
+A writer is a separate process that overwrites one folder again and again; it is killed after a random time.
+`stops_everywhere` does the same systematically: it stops a process at each call that changes the file system.
 """
 
 import argparse
@@ -45,14 +45,14 @@ Write = Callable[[], Any]
 
 
 def make_model(seed: int, **changes: Any) -> SupermaskGPT2LMHeadModel:
-    """A model whose generation settings tell it from others too."""
+    """Make a model whose generation settings also differ from those of other models."""
     model = SupermaskGPT2LMHeadModel(SupermaskGPT2Config(**(TINY | {"seed": seed} | changes))).eval()
     model.generation_config.max_new_tokens = seed
     return model
 
 
 def save_with_tokenizer(model: Any, folder: Path, **options: Any) -> None:
-    """A ticket and a file that stands for its tokenizer, in one step."""
+    """Save a ticket, and a file in place of its tokenizer, in one step."""
     with files.staged(folder) as stage:
         model.save_ticket(stage, **options)
         (stage / "tokenizer.json").write_text(str(model.config.seed))
@@ -64,7 +64,7 @@ def logits_of(model: Any) -> torch.Tensor:
 
 
 def loads_as(folder: Path, known: dict[str, torch.Tensor], *, ticket: bool = True) -> str:
-    """The name of the model that a folder holds, by every way in; its companions must be of the same model."""
+    """Load a folder in every way and return the name of its model. Its other files must belong to the same model."""
     if ticket:
         verify_ticket(folder)
     found = set()
@@ -80,7 +80,7 @@ def loads_as(folder: Path, known: dict[str, torch.Tensor], *, ticket: bool = Tru
 
 
 def run_killed(write: Write, stop: int) -> bool:
-    """Run it in a process that dies at its call number `stop` of those that change a file system."""
+    """Run a write in a process that is killed after `stop` calls that change the file system."""
     calls = 0
 
     def dying(function: Callable) -> Callable:
@@ -108,7 +108,7 @@ def run_killed(write: Write, stop: int) -> bool:
 
 
 def stops_everywhere(folder: Path, before: Write, after: Write) -> Iterator[int]:
-    """The folder with `before` in it, and with `after` written over it up to one call more each time."""
+    """Write `before`, then `after` over it, and kill the second write one call later each time."""
     stop, killed = 0, True
     while killed:
         shutil.rmtree(folder, ignore_errors=True)
@@ -119,7 +119,7 @@ def stops_everywhere(folder: Path, before: Write, after: Write) -> Iterator[int]
 
 
 def kills(count: int, folder: Path, writes: list[Write], seed: int = 0) -> Iterator[None]:
-    """A process that does all the writes in turn is killed at a random moment; `count` times."""
+    """Start a process that repeats all writes, and kill it at a random moment; do this `count` times."""
     rng = random.Random(seed)
 
     def run() -> None:
@@ -138,7 +138,7 @@ def kills(count: int, folder: Path, writes: list[Write], seed: int = 0) -> Itera
 
 
 def reads(count: int, folder: Path, writes: list[Write], known: dict[str, torch.Tensor]) -> Iterator[str]:
-    """What a reader finds, `count` times, while a process for each of the writes repeats it without end."""
+    """Load the folder `count` times and yield the results, while one process per write repeats it forever."""
 
     def repeat(write: Write) -> None:
         while True:
@@ -164,7 +164,7 @@ def reads(count: int, folder: Path, writes: list[Write], known: dict[str, torch.
 
 
 def plans(folder: Path) -> tuple[dict[str, list[Write]], dict[str, torch.Tensor]]:
-    """What is written over what, and the models of it."""
+    """Return the writes that overwrite each other, and the logits of their models."""
     one, two = make_model(1), make_model(2, layer_norm_epsilon=1e-3)
     known = {"one": logits_of(one), "two": logits_of(two)}
     return {

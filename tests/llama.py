@@ -1,4 +1,4 @@
-"""llama.cpp for tests: a server in a process of its own, what transformers expects of it, and GGUF files read back."""
+"""Helpers for tests with llama.cpp: a server in a separate process, expected results, and reading GGUF files back."""
 
 import math
 import sys
@@ -30,14 +30,14 @@ POSITIONS = 128
 
 
 def odd_texts(count: int) -> list[str]:
-    """Texts that tokenizers split differently: those above, and random mixtures of their letters."""
+    """Return texts that tokenizers split differently: those above, and random mixtures of their letters."""
     generator = np.random.default_rng(0)
     letters = [*"".join(ODD), *"ab'S 1\n"]
     return [*ODD, *("".join(generator.choice(letters, 20)) for _ in range(count))]
 
 
 class Llama(LlamaServer):
-    """A file in llama.cpp, with float32 keys and values, on one thread."""
+    """A file that is loaded in llama.cpp, with float32 keys and values, on one thread."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, n_ctx=POSITIONS, exact=True)
@@ -47,8 +47,8 @@ class Llama(LlamaServer):
         return self.ask("completion", prompt=ids, **options)["tokens"]
 
     def log_probabilities(self, ids: list[int], size: int) -> torch.Tensor:
-        """Of every token after every beginning of `ids`: (length, size)."""
-        # Which token comes next does not matter, but it must be a whole letter: "a".
+        """Return the log-probabilities of every token after every prefix of `ids`: (length, size)."""
+        # Any next token will do, but it must be a whole letter: "a".
         options = {"n_predict": 1, "n_probs": size, "temperature": 0, "logit_bias": [["a", 1e4]]}
         found = torch.empty(len(ids), size)
         for end in range(len(ids)):
@@ -68,14 +68,14 @@ def perplexity(logs: torch.Tensor, ids: list[int]) -> float:
 
 
 def read_types(path: Path) -> dict[str, str]:
-    """Type of every tensor, by the reader of the gguf package. It does not know q2_0."""
+    """Return the type of every tensor, from the reader of the gguf package. It does not support q2_0."""
     import gguf
 
     return {one.name: one.tensor_type.name.lower() for one in gguf.GGUFReader(path).tensors}
 
 
 def read_file(path: Path) -> dict[str, tuple[str, np.ndarray]]:
-    """Type and weights of every tensor, by the reader of the gguf package. It cannot read q1_0 and q2_0."""
+    """Return type and weights of every tensor, from the reader of the gguf package. It cannot read q1_0 and q2_0."""
     import gguf
 
     return {
@@ -85,10 +85,10 @@ def read_file(path: Path) -> dict[str, tuple[str, np.ndarray]]:
 
 
 def learn(model, words, steps: int):
-    """Train a model on the text, and return its ticket: one that writes words, not one and the same token."""
+    """Train a model on the text and return its ticket, which writes words and not always the same token."""
     torch.manual_seed(0)
     for name, values in model.named_parameters():
-        if name.endswith(("values", "scale")):  # scales and gains start at one, tables as they were drawn
+        if name.endswith(("values", "scale")):  # scales and gains start at one
             one_row = len(values) == 1
             torch.nn.init.uniform_(values, 0.5, 1.5) if one_row else torch.nn.init.normal_(values, std=0.05)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)

@@ -1,13 +1,13 @@
-"""A Hub on loopback: enough of the Hub's HTTP interface for the real client to push to and pull from.
+"""A local copy of the Hub: enough of its HTTP interface for the real client to push to it and pull from it.
 
     with LoopbackHub(folder) as hub:
         run(..., env={"HF_ENDPOINT": hub.url, "HF_TOKEN": "me-token"})
-        hub.files("me/ticket")              # what is on the main branch, by name
-        hub.requests                        # what the client asked for: [("POST", "/api/repos/create"), ...]
+        hub.files("me/ticket")              # the files of the main branch, by name
+        hub.requests                        # the requests of the client: [("POST", "/api/repos/create"), ...]
 
-Large files come by LFS (if the client has HF_HUB_DISABLE_XET=1) or by Xet, whose storage `hf_xet` keeps by
-itself in a folder when it is sent to a `local://` address.
-A user `me` has the token `me-token`, and writes to `me/...` only.
+Large files are sent by LFS (if the client has HF_HUB_DISABLE_XET=1) or by Xet. For Xet, the client gets a `local://`
+address, and `hf_xet` then stores the files in a folder itself.
+A user `me` has the token `me-token`, and can write to `me/...` only.
 """
 
 import base64
@@ -22,14 +22,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
-LARGE = (".safetensors", ".png")  # by LFS or Xet; other files are sent with the commit
+LARGE = (".safetensors", ".png")  # sent by LFS or Xet; other files are sent with the commit
 
 
 @dataclass
 class Blob:
     data: bytes | None  # None: in the Xet storage
     size: int
-    oid: str  # as the client computes it: SHA-256 of a large file, git's SHA-1 of another
+    oid: str  # as the client computes it: SHA-256 for large files, git's SHA-1 for others
     large: bool
     xet: str | None = None
 
@@ -59,9 +59,9 @@ class LoopbackHub:
     def __init__(self, folder: Path) -> None:
         self.store = folder / "xet_store"
         self.repos: dict[str, Repo] = {}
-        self.uploads: dict[str, bytes] = {}  # large files by SHA-256, whether or not a commit names them
+        self.uploads: dict[str, bytes] = {}  # large files by SHA-256, also those that no commit names
         self.requests: list[tuple[str, str]] = []
-        self.cut: list[str] = []  # patterns of "METHOD path": each cuts the next such request in the middle
+        self.cut: list[str] = []  # patterns of "METHOD path": each interrupts the next matching request
         self.lock = threading.Lock()
 
     def __enter__(self) -> "LoopbackHub":
@@ -77,7 +77,7 @@ class LoopbackHub:
         self.server.server_close()
 
     def put(self, name: str, files: dict[str, bytes]) -> None:
-        """A repository that is there already."""
+        """Create a repository with these files."""
         repo = self.repos[name] = Repo(private=False)
         repo.add("main", {file: _regular(data) for file, data in files.items()}, "initial commit")
 
@@ -86,18 +86,18 @@ class LoopbackHub:
         return repo.commits[repo.branches[revision][-1]]
 
     def commits(self, name: str, branch: str = "main") -> list[str]:
-        """Messages of the commits of a branch, without the first, which is empty."""
+        """Return the messages of the commits of a branch, without the first, which is empty."""
         return [self.repos[name].messages[sha] for sha in self.repos[name].branches[branch][1:]]
 
     def asked(self, pattern: str) -> list[str]:
-        """Requests since the last `requests.clear()` that a pattern fits, as "METHOD path"."""
+        """Return the requests since the last `requests.clear()` that match a pattern, as "METHOD path"."""
         return [f"{way} {path}" for way, path in self.requests if re.search(pattern, f"{way} {path}")]
 
     def xet_hash(self, sha256: str) -> str | None:
-        """What the Xet storage calls a file, from the shards that the client has left there.
+        """Return the name of a file in the Xet storage, from the shards that the client has written there.
 
-        A shard is a row of 48-byte records: a header; for each file a head (hash, flags, number of segments),
-        its segments, as many proofs if bit 31 is set, its SHA-256 if bit 30 is; and a head of ones.
+        A shard is a sequence of 48-byte records: a header; for each file a head (hash, flags, number of segments),
+        its segments, as many proofs (if bit 31 is set), its SHA-256 (if bit 30 is set); at the end a head of ones.
         """
 
         def in_hex(digest: bytes) -> str:  # four little-endian words
@@ -122,7 +122,7 @@ def _regular(data: bytes) -> Blob:
 
 @dataclass
 class Refused(Exception):
-    """An answer that is an error."""
+    """An error that is sent as the answer."""
 
     status: int
     message: str
@@ -163,7 +163,7 @@ class Handler(BaseHTTPRequestHandler):
     do_GET = do_HEAD = do_POST = do_PUT = do_ANY
 
     def _read_body(self, share: float = 1.0) -> bytes:
-        """What was sent, or only the first part of it; LFS uploads come in chunks."""
+        """Read the body of the request, or only the first part of it. LFS uploads come in chunks."""
         if self.headers.get("Transfer-Encoding") != "chunked":
             return self.rfile.read(int(share * int(self.headers.get("Content-Length") or 0)))
         body = b""
@@ -184,7 +184,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(body)
 
-    # -- who may do what ---------------------------------------------------------------------------
+    # -- access rights -----------------------------------------------------------------------------
 
     def user(self) -> str | None:
         header = self.headers.get("Authorization")
@@ -195,7 +195,7 @@ class Handler(BaseHTTPRequestHandler):
         return found[1]
 
     def repo(self, name: str, write: bool = False) -> Repo:
-        """A repository that the user may see; without a token, one that is not there is 401 as well."""
+        """Return a repository that the user may see. Without a token, a missing repository is an error 401 too."""
         user, repo = self.user(), self.hub.repos.get(name)
         mine = user == name.split("/")[0]
         if repo is None or (repo.private and not mine):
@@ -256,7 +256,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def lfs_batch(self, body: bytes, name: str) -> None:
         wanted = json.loads(body)
-        self.repo(name, write="ref" in wanted)  # no branch: for a pull request
+        self.repo(name, write="ref" in wanted)  # without a branch it is for a pull request
         for one in (objects := wanted["objects"]):
             if one["oid"] not in self.hub.uploads:
                 one["actions"] = {"upload": {"href": f"{self.hub.url}/lfs/{one['oid']}"}}

@@ -1,4 +1,4 @@
-"""A virtual environment that holds what `pip install -e .` without extras brings, and nothing else."""
+"""Make a virtual environment with exactly the packages of `pip install -e .` without extras."""
 
 import os
 import subprocess
@@ -14,18 +14,18 @@ from packaging.utils import canonicalize_name
 if sys.version_info >= (3, 11):
     import tomllib
 else:
-    import tomli as tomllib  # which pytest brings
+    import tomli as tomllib  # installed with pytest
 
 ROOT = Path(__file__).parents[1]
 
 
 def project() -> dict:
-    """The [project] table of pyproject.toml."""
+    """Return the [project] table of pyproject.toml."""
     return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def required(requirements: list[str]) -> set[str]:
-    """Names of all distributions that these requirements bring, directly or not."""
+    """Return the names of all distributions that these requirements install, directly or indirectly."""
     found: set[tuple[str, str]] = set()
     todo = [(Requirement(text), "") for text in requirements]
     while todo:
@@ -41,7 +41,7 @@ def required(requirements: list[str]) -> set[str]:
 
 
 def make_plain_install(folder: Path, wheel: Path | None = None) -> Path:
-    """Make the environment in a folder, of links to the packages installed here; return its Python.
+    """Make the environment in a folder, with links to the packages installed here. Return its Python.
 
     hf_slt is that of this folder, or of a wheel.
     """

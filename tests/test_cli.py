@@ -1,4 +1,4 @@
-"""The slt command: every command once as the installed script, the rest of what they do in this process."""
+"""Tests of the slt command: every command once as the installed script, everything else in this process."""
 
 import json
 import os
@@ -65,7 +65,7 @@ def run(capsys, *words) -> tuple[int, str, str]:
 
 
 def script(*words) -> tuple[int, str, str]:
-    """The same by the installed command."""
+    """Run the same with the installed command."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run([SLT, *map(str, words)], env=environment, capture_output=True, text=True)
     return done.returncode, done.stdout, done.stderr
@@ -182,7 +182,7 @@ ESCAPE = chr(27)
 
 
 def test_nothing_of_a_stranger_moves_the_terminal_or_runs(capsys, folder, monkeypatch):
-    """Names with escapes, tokens with escapes, code beside the ticket, keys of the wrong type."""
+    """Try names and tokens with escape characters, code in the ticket's folder, and keys of the wrong type."""
     data = (folder / "mask.safetensors").read_bytes()
     for change in ("tensor", "rule"):
         table, facts, tensors = attack.take_apart(data)
@@ -194,7 +194,7 @@ def test_nothing_of_a_stranger_moves_the_terminal_or_runs(capsys, folder, monkey
         for command in ("inspect", "verify"):
             code, out, err = run(capsys, command, folder)
             assert code == 1
-            assert "is no name" in err
+            assert "is not a name" in err
             assert ESCAPE not in out + err
     (folder / "mask.safetensors").write_bytes(data)
     words = ("generate", folder, "--prompt", "w1 w2", "--max_new_tokens", "5", "--greedy")
@@ -230,7 +230,7 @@ def test_generate_stops_at_the_last_position_and_says_so(capsys, shelf):
 
 
 def test_generate_without_a_start_token(capsys, folder):
-    """It begins with end-of-text, as training does; with neither, a prompt is asked for."""
+    """Text begins with end-of-text, as in training. Without such a token, the command asks for a prompt."""
     words = ("generate", folder, "--greedy", "--max_new_tokens", "5")
     whole = run(capsys, *words)
     assert whole[0] == 0
@@ -248,7 +248,7 @@ def test_generate_without_a_start_token(capsys, folder):
 
 
 def test_a_prompt_longer_than_the_model_is_one_line(capfd, folder):
-    """Also if the tokenizer has a word to say on it, as those of a run do."""
+    """This holds also if the tokenizer has its own limit, as tokenizers of a run have."""
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "model_max_length": 64}))
     code, out, err = run(capfd, "generate", folder, "--prompt", "w1 " * 80)
@@ -262,7 +262,7 @@ def test_generate_with_a_tokenizer_from_elsewhere(capsys, folder, shelf):
     words = ("generate", folder, "--prompt", "w1 w2", "--greedy", "--max_new_tokens", "5")
     code, out, err = run(capsys, *words)
     assert (code, out, err.count("\n")) == (1, "", 1)
-    assert "there is no tokenizer beside the model" in err
+    assert "there is no tokenizer in the model's folder" in err
     whole = run(capsys, "generate", shelf / "one", *words[2:])
     assert run(capsys, *words, "--tokenizer", shelf / "two") == whole
 
@@ -359,7 +359,7 @@ def test_curvature_of_the_embedded_corpus_one_way(shelf):
         (["curvature", "{tmp}/nothing"], "no such folder"),
         (["evaluate", "{shelf}"], "cannot load"),
         (["merge", "{shelf}/dense", "{tmp}/new"], "dense: not a supermask model"),
-        (["generate", "{shelf}/dense", "--mask", "{shelf}/one"], "takes no --mask"),
+        (["generate", "{shelf}/dense", "--mask", "{shelf}/one"], "--mask works only with one"),
         (["combine", "union", "{shelf}/one", "{shelf}/two", "--output", "{shelf}/one"], "another folder"),
         (["evaluate", "{shelf}/one", "--files", "{tmp}/none.txt"], "there is no file"),
         (["evaluate", "{shelf}/one", "--block_size", "99"], "block_size 99 is not in 1..64"),
@@ -373,10 +373,13 @@ def test_curvature_of_the_embedded_corpus_one_way(shelf):
             "--temperature 0 is not positive; --greedy always",
         ),
         (["generate", "{shelf}/one", "--temperature", "nan"], "--temperature nan is not positive; --greedy"),
-        (["generate", "Hello"], "Hello: no such folder, and no name on the Hub (such as me/ticket); a text"),
-        (["generate", "Hello world?"], "a text to continue is given as --prompt 'Hello world?'"),
-        (["generate", "{shelf}/one", "--prompt", " "], "the prompt ' ' holds no token"),
-        (["merge", "{shelf}/one", "{shelf}/dense"], "dense: the folder is there and not empty; give another"),
+        (["generate", "Hello"], "Hello: no such folder, and not a name on the Hub (such as me/ticket); to"),
+        (["generate", "Hello world?"], "to continue a text, give it as --prompt 'Hello world?'"),
+        (["generate", "{shelf}/one", "--prompt", " "], "the prompt ' ' has no tokens"),
+        (
+            ["merge", "{shelf}/one", "{shelf}/dense"],
+            "dense: the folder exists and is not empty; give another",
+        ),
         (["merge", "{shelf}/one", "{shelf}/dense/config.json"], "config.json is a file, not a folder"),
         (["merge", "{shelf}/one", "{shelf}/dense/config.json/new"], "config.json is a file, not a folder"),
         (["pack", "{shelf}/one", "--output", "{shelf}/dense/config.json"], "is a file, not a folder; give"),
@@ -406,7 +409,7 @@ def test_a_missing_folder_is_not_sought_on_the_hub(capsys, shelf, monkeypatch, c
 
 
 def test_push_as_a_script_fails_in_one_line(tmp_path):
-    """That it uploads is in sharing/test_hub.py."""
+    """The upload itself is tested in sharing/test_hub.py."""
     code, out, err = script("push", tmp_path / "nothing", "me/ticket")
     assert (code, out, err.count("\n")) == (1, "", 1)
     assert "no such folder" in err
@@ -432,7 +435,7 @@ def test_debug_shows_where_it_went_wrong(tmp_path):
         (["generate", "x", "--top_k", "0"], "--top_k: 0 is not positive; give 1 or more"),
         (
             ["generate", "x", "Hello"],
-            "'Hello' is one word too many; a text to continue is given as --prompt 'Hello'",
+            "'Hello' is one word too many; to continue a text, give it as --prompt 'Hello'",
         ),
         (["verify", "x", "Hello"], "slt verify: 'Hello' is one word too many (see"),
         (["curvature", "x", "--probes", "0"], "--probes: 0 is not positive; give 1 or more"),
@@ -453,7 +456,7 @@ def test_wrong_words_are_named_in_one_line(capsys, words, message):
     ("words", "code"), [(["--help"], 0), (["merge", "--help"], 0), (["dance"], 2), ([], 0)], ids=str
 )
 def test_help_and_wrong_words_do_not_wait_for_torch(words, code):
-    """As the installed script starts; what it imported by then is what it took."""
+    """Start as the installed script does, and check what has been imported by then."""
     done, imported = run_and_see_imports(words)
     assert done.returncode == code
     assert "slt" in (done.stderr if code else done.stdout)
@@ -461,7 +464,7 @@ def test_help_and_wrong_words_do_not_wait_for_torch(words, code):
 
 
 def run_and_see_imports(words) -> tuple[subprocess.CompletedProcess, set[str]]:
-    """Run the installed script in a process of its own, and tell which modules it has imported."""
+    """Run the installed script in a new process and return the modules that it has imported."""
     (module, function) = project()["scripts"]["slt"].split(":")
     program = f"import sys\ntry:\n    from {module} import {function}\n    code = {function}()\n"
     program += "finally:\n    print(*sys.modules)\nsys.exit(code)"
@@ -472,7 +475,7 @@ def run_and_see_imports(words) -> tuple[subprocess.CompletedProcess, set[str]]:
 
 
 def test_what_reads_files_only_needs_no_torch(shelf, tmp_path):
-    """The digests of a ticket are read, and its masks compared and stored anew, without torch or transformers."""
+    """Digests are read, and masks are compared and stored again, without torch or transformers."""
     for words in (
         ["inspect", shelf / "one"],
         ["inspect", shelf / "one" / "mask.safetensors", "--json"],

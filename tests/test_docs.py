@@ -1,4 +1,4 @@
-"""The documentation: guides run, notebooks run, messages that are explained exist, and the site builds."""
+"""Tests of the documentation: the guides run, the messages that are explained exist, and the site builds."""
 
 import ast
 import os
@@ -18,12 +18,12 @@ PAGES = [
 
 
 def python_blocks(page: Path) -> list[str]:
-    """The Python blocks of a page, but for those that need a Hub (names such as me/ticket)."""
+    """Return the Python blocks of a page, except those that need a Hub (names such as me/ticket)."""
     return [one for one in re.findall(r"```python\n(.*?)```", page.read_text(), re.S) if '"me/' not in one]
 
 
 def program_of(page: Path, folder: Path) -> str:
-    """The blocks of a page in order, as a reader would paste them, with few steps, in a folder of its own."""
+    """Return the blocks of a page in order, as a reader would paste them, with few steps and in its own folder."""
     folder.mkdir()
     (folder / "model_cards").symlink_to(ROOT / "model_cards")
     code = re.sub(r"^steps = \d+", "steps = 2", "\n".join(python_blocks(page)), flags=re.M)
@@ -32,7 +32,7 @@ def program_of(page: Path, folder: Path) -> str:
 
 @pytest.mark.slow
 def test_the_guides_run(tmp_path):
-    """Every page in one process, each with names of its own."""
+    """Run every page in one process. Each page has its own variables."""
     pages = [page for page in PAGES if python_blocks(page)]
     assert len(pages) >= 9
     program = "\n".join(f"exec({program_of(page, tmp_path / page.stem)!r}, {{}})" for page in pages)
@@ -51,7 +51,7 @@ def test_the_guides_run(tmp_path):
 
 
 def texts_of_code() -> list[str]:
-    """Every text in the code: the constant parts of a formatted one, joined by "..."."""
+    """Return every string in the code. In formatted strings, "..." stands for the values."""
     found = []
     for path in (ROOT / "hf_slt").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -65,7 +65,7 @@ def texts_of_code() -> list[str]:
 
 
 def explained(page: str) -> list[str]:
-    """The messages in the first column of the tables; those of other libraries are marked so."""
+    """Return the messages in the first column of the tables, except those marked as of other libraries."""
     rows = re.findall(r"^\| (.*?) \| .* \|$", page, re.M)
     return [one for row in rows if "(of transformers)" not in row for one in re.findall(r"`([^`]+)`", row)]
 
@@ -111,7 +111,7 @@ def test_the_navigation_has_every_page():
 
 
 def test_a_broken_link_ends_the_build(tmp_path):
-    """A strict build of two small pages follows a link to a file outside of docs/, and refuses a wrong one."""
+    """A strict build of two small pages follows a link to a file outside of docs/, and refuses a wrong link."""
     pytest.importorskip("mkdocs")
     for name in ("docs", "recipes", "hf_slt"):
         (tmp_path / name).mkdir()

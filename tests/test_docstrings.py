@@ -1,11 +1,11 @@
-"""Every public name says what it does, what it takes, what it returns and what it raises itself.
+"""Test that every public name documents what it does, its arguments, its result and the errors that it raises.
 
-Checked are the functions and classes of the package whose names have no leading underscore, and the public methods
-of these classes. Three kinds of name need less:
+The tests check the functions and classes of the package whose names have no leading underscore, and the public
+methods of these classes. Three kinds of names need less:
 
 - a property is read, not called: its docstring says what it is;
-- a method that overrides one of a base class needs nothing, because its contract stands in the base class: in
-  ours, where it is checked, or in that of another library;
+- a method that overrides a method of a base class needs no docstring, because the base class documents it: one of
+  ours, which is checked, or one of another library;
 - a field with a help text (an option, which `docs/options.md` lists) is not repeated under `Args:`.
 """
 
@@ -28,18 +28,18 @@ import hf_slt
 MODULES = sorted(
     one.name
     for one in pkgutil.walk_packages(hf_slt.__path__, "hf_slt.")
-    if one.name != "hf_slt.cli"  # whose functions are commands: `slt COMMAND --help` documents them
+    if one.name != "hf_slt.cli"  # its functions are commands: `slt COMMAND --help` documents them
 )
 
 
 def section(docstring: str, *titles: str) -> str | None:
-    """The lines of a section of a docstring, such as `Args:`, up to the next section; None if there is none."""
+    """Return the lines of a section of a docstring, such as `Args:`, up to the next section, or None."""
     found = re.search(rf"^(?:{'|'.join(titles)}):\n((?:[ ]+.*\n|\n)*)", docstring + "\n", re.M)
     return found and found.group(1)
 
 
 def documented(docstring: str) -> set[str]:
-    """The parameters that `Args:` describes: a name at the first level, then words."""
+    """Return the parameters that `Args:` describes: names at the first level of indentation."""
     lines = section(docstring, "Args") or ""
     names = re.findall(r"^ {4}((?:\*{0,2}\w+(?:, )?)+)(?: \(.*\))?:", lines, re.M)
     return {name.strip("* ") for one in names for name in one.split(",")}
@@ -51,7 +51,7 @@ def parameters(function: Any) -> list[str]:
 
 
 def raised(function: Any) -> set[str]:
-    """The errors that the lines of a function raise by their names; those of functions within it are not counted."""
+    """Return the names of the errors that a function raises itself, without those of functions inside it."""
     try:
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body
     except OSError:  # made at run time, as in the tests below
@@ -61,7 +61,7 @@ def raised(function: Any) -> set[str]:
         node = waiting.pop()
         if isinstance(
             node, ast.FunctionDef | ast.Lambda | ast.Try
-        ):  # what is raised in a try may be caught there
+        ):  # an error raised in a try may be caught there
             continue
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
             found.add(ast.unparse(node.exc.func))
@@ -89,7 +89,7 @@ def function_faults(function: Any, name: str) -> Iterator[str]:
 
 def class_faults(cls: type, name: str) -> Iterator[str]:
     docstring = cls.__dict__.get("__doc__") or ""
-    if not docstring or docstring.startswith(f"{cls.__name__}("):  # which dataclass writes
+    if not docstring or docstring.startswith(f"{cls.__name__}("):  # written by @dataclass
         yield f"{name} has no docstring"
     taken = []
     if "__dataclass_fields__" in cls.__dict__:

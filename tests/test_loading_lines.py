@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder with runs/mine/ticket in it, made by the preset nano, and a text."""
+    """Make a folder with runs/mine/ticket, trained with the preset nano, and a text."""
     place = tmp_path_factory.mktemp("place")
     text = "A ticket is a seed and a mask. The seed draws every weight; number {} is naïve, déjà vu!\n\n"
     (place / "text.txt").write_text("".join(text.format(number) for number in range(400)))
@@ -35,13 +35,13 @@ def place(tmp_path_factory):
     words += ["--output_dir", str(place / "runs" / "mine")]
     train_and_compare(parse_arguments(words), find_ticket, ROOT / "model_cards" / "template.md")
     assert read_header(place / "runs" / "mine" / "ticket" / "mask.safetensors").encoding == "entropy"
-    (place / "mine").symlink_to(place / "runs" / "mine" / "ticket")  # by the name that the card has
+    (place / "mine").symlink_to(place / "runs" / "mine" / "ticket")  # the name in the card
     (place / "pocket").symlink_to(POCKET)
     return place
 
 
 def run(place: Path, *words: str) -> str:
-    """Run a Python program in the folder, without a network and with a cache of its own."""
+    """Run a Python program in the folder, without a network and with its own cache."""
     environment = {
         **os.environ,
         "HF_HUB_OFFLINE": "1",
@@ -77,7 +77,7 @@ def test_the_lines_of_the_card(place, name):
 
 
 def test_the_lines_of_the_readme_on_the_ticket_of_a_preset(place):
-    """The pipeline, the Auto class, merging, verifying; what pushes to the Hub is run in sharing/test_hub.py."""
+    """Run the pipeline, the Auto class, merging and verifying. Pushing to the Hub is tested in sharing/test_hub.py."""
     readme = (ROOT / "README.md").read_text()
     lines = [line.split("#")[0].strip() for line in readme.splitlines()]
     used = [line for line in lines if re.search(r'(pipeline|from_pretrained|verify_ticket)\(.*"', line)]

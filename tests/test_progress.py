@@ -1,4 +1,4 @@
-"""A bar on a terminal; whole lines elsewhere."""
+"""Progress is a bar on a terminal, and whole lines elsewhere."""
 
 import io
 

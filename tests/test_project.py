@@ -1,4 +1,4 @@
-"""The project itself: its rooms, what loading a ticket imports, and whether its pages are true."""
+"""Tests of the project itself: imports between subpackages, imports of loading a ticket, and claims of the pages."""
 
 import ast
 import json
@@ -28,9 +28,9 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "hf_slt"
 README = (ROOT / "README.md").read_text()
 
-# -- rooms --------------------------------------------------------------------------------------------
+# -- subpackages ("rooms") ----------------------------------------------------------------------------
 
-# Each may use those before it.
+# Each may import from those before it.
 ROOMS = (
     "errors",
     "about",
@@ -46,24 +46,24 @@ ROOMS = (
     "papers",
 )
 HEIGHT = {name: height for height, name in enumerate(("options", *ROOMS, "registration", "__init__", "cli"))}
-# The library `evaluate` runs a copy of this file outside of the package, which it then must import.
+# The library `evaluate` runs a copy of this file outside of the package, so the file must import the package.
 ALLOWED = {("hf_slt.text.evaluation", "hf_slt")}
 WITHOUT_TORCH = ("about", "errors", "weights", "tickets")  # read and written where no model is needed
-# Names that are imported when they are first used, by a table beside the call.
+# These modules import names when they are first used, from a table.
 LAZY = ("hf_slt.__init__", "hf_slt.registration")
 
 
 def imports(tree: ast.AST, module: str) -> Iterator[tuple[str, ast.AST]]:
-    """Every module that a file imports, in full, with its node: by any way, and wherever it stands.
+    """Yield the full name of every module that a file imports, in any way and anywhere, with its node.
 
-    module: the file's own name, such as hf_slt.masks.rules; a package's ends in .__init__.
+    module: the name of the file itself, such as hf_slt.masks.rules; for a package it ends in .__init__.
     """
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             source = [*(module.split(".")[: -node.level] if node.level else []), node.module]
-            for alias in node.names:  # which may be a module too, and then is what is imported
+            for alias in node.names:  # the name may itself be a module
                 yield ".".join(filter(None, [*source, alias.name])), node
         elif isinstance(node, ast.Call):
             called = getattr(node.func, "attr", None) or getattr(node.func, "id", None)
@@ -73,13 +73,13 @@ def imports(tree: ast.AST, module: str) -> Iterator[tuple[str, ast.AST]]:
 
 
 def height(name: str) -> int | None:
-    """Of a module of ours; None for another's. What is in no room is of the package's own __init__."""
+    """Return the height of a module of hf_slt, or None for other modules. Other names count as __init__."""
     package, _, rest = name.partition(".")
     return HEIGHT.get(rest.split(".")[0], HEIGHT["__init__"]) if package == "hf_slt" else None
 
 
 def faults(text: str, module: str) -> list[str]:
-    """Imports that go up, and in rooms of NumPy also those of torch and transformers."""
+    """Return imports from higher subpackages, and imports of torch and transformers where they are not allowed."""
     tree, found = ast.parse(text), []
     for name, node in imports(tree, module):
         above, line = height(name), f"{module}, line {node.lineno}: {name}"
@@ -99,7 +99,7 @@ def module_name(path: Path) -> str:
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=module_name)
 def test_no_module_imports_from_a_higher_room(path):
-    assert path.parent == PACKAGE or path.parent.name in ROOMS, "a room of its own, that nobody knows"
+    assert path.parent == PACKAGE or path.parent.name in ROOMS, "a subpackage that is not in ROOMS"
     assert not faults(path.read_text(), module_name(path))
 
 
@@ -165,7 +165,7 @@ def test_every_public_name_is_where_the_table_says():
 
 
 def imported_by(code: str, folder: Path) -> set[str]:
-    """All modules that a program of its own has imported at its end."""
+    """Run code in a new process and return all modules that it has imported."""
     return set(run("-c", f"{code}\nimport sys\nprint(*sys.modules)", cwd=folder).stdout.split())
 
 
@@ -177,7 +177,7 @@ def test_torch_is_not_imported_before_it_is_needed(tmp_path):
     light += " hf_slt.tickets.backbones hf_slt.sharing.card hf_slt.sharing.mask_algebra"
     code = "import " + ", ".join(light.split())
     assert not {"torch", "transformers"} & imported_by(code, tmp_path)
-    seen = imported_by(f"{code}\nimport transformers", tmp_path)  # which imports no torch either
+    seen = imported_by(f"{code}\nimport transformers", tmp_path)  # transformers imports no torch either
     assert "transformers" in seen
     assert not {"torch", "transformers.models.auto.modeling_auto"} & seen
 
@@ -229,7 +229,7 @@ def test_loading_a_ticket_imports_nothing_that_stock_does_not(tmp_path):
     model.save_ticket(tmp_path / "ticket")
     words = ["-c", LOAD, tmp_path / "stock", tmp_path / "ticket"]
     assert run(*words, cwd=tmp_path).stdout.split() == ["hf_slt"]
-    # It would be seen.
+    # The check itself works: an additional import is found.
     words[1] = LOAD.replace("import hf_slt", "import hf_slt, constriction")
     assert run(*words, cwd=tmp_path).stdout.split() == ["constriction", "hf_slt"]
 
@@ -239,18 +239,18 @@ def test_loading_a_ticket_imports_nothing_that_stock_does_not(tmp_path):
 
 @pytest.fixture(scope="module")
 def plain_python(tmp_path_factory):
-    """Python with what `pip install -e .` brings: no extra is installed."""
+    """Return a Python with the packages of `pip install -e .`, without extras."""
     return make_plain_install(tmp_path_factory.mktemp("plain") / "venv")
 
 
 def plain_environment() -> dict[str, str]:
-    """Environment variables of a program that sees only its own packages and no network."""
+    """Return environment variables for a program that sees only its own packages and no network."""
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return {**inherited, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
 def readme_commands(section: str) -> list[list[str]]:
-    """The words of each command in the shell block of a section of the README."""
+    """Return the words of each command in the first shell block of a section of the README."""
     (block,) = re.findall(rf"^{section}$.*?```bash\n(.*?)```", README, re.S | re.M)[:1]
     lines = block.replace("\\\n", " ").splitlines()
     return [words for line in lines if (words := shlex.split(line, comments=True))]
@@ -272,7 +272,7 @@ def test_only_what_is_required_is_in_the_plain_installation(plain_python):
 
 @pytest.mark.slow
 def test_the_commands_of_the_readme_run_without_extras(plain_python, tmp_path):
-    """The README's section on training, with few steps, then its section on other programs."""
+    """Run the README's section on training, with few steps, then its section on other programs."""
     for name in ("recipes", "model_cards"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "texts").mkdir()
@@ -333,7 +333,7 @@ def test_links_and_commands_name_files_that_are_there(page):
 
 @pytest.mark.slow
 def test_the_snippets_run(plain_python, tmp_path):
-    """All Python blocks of the README and of two pages, in order, as a reader would paste them."""
+    """Run all Python blocks of the README and of two pages, in order, as a reader would paste them."""
     (tmp_path / "model_cards").symlink_to(ROOT / "model_cards")
     blocks = re.findall(r"```python\n(.*?)```", README, re.S)
     here = [block for block in blocks if "push_to_hub" not in block]
@@ -357,7 +357,7 @@ def test_the_snippets_run(plain_python, tmp_path):
     ],
 )
 def test_the_notebooks_run(plain_python, tmp_path, name, words, tickets):
-    """All their cells in order, with few steps; they are kept without outputs."""
+    """Run all cells in order, with few steps. The notebooks are stored without outputs."""
     cells = json.loads((ROOT / "recipes" / f"{name}.ipynb").read_text())["cells"]
     assert not any(cell.get("outputs") for cell in cells)
     text = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
@@ -370,7 +370,7 @@ def test_the_notebooks_run(plain_python, tmp_path, name, words, tickets):
         hf_slt.verify_ticket(tmp_path / ticket)
 
 
-# -- the tickets that come along ---------------------------------------------------------------------------
+# -- the included tickets ----------------------------------------------------------------------------------
 
 CARDS = ROOT / "model_cards"
 TICKETS = {"pocket": 300_000, "prose": 1_700_000}  # bytes of their folders without figures, at most
@@ -397,7 +397,7 @@ def test_a_ticket_writes_without_being_named():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TICKETS)
 def test_the_tickets_that_come_along_have_the_loss_that_their_cards_state(name):
-    """On the text that the cards name, in the folder that the variable HF_SLT_DATA names."""
+    """Uses the text that the cards name, from the folder that the variable HF_SLT_DATA names."""
     text = Path(os.environ.get("HF_SLT_DATA", "")) / TEXT
     if not text.is_file():
         pytest.skip(f"{TEXT} is not part of the project; HF_SLT_DATA names no folder that has it")
@@ -415,7 +415,7 @@ def test_the_tickets_that_come_along_have_the_loss_that_their_cards_state(name):
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
-    """The project's files alone."""
+    """Copy the files of the project, without the virtual environment and results."""
     folder = tmp_path_factory.mktemp("clone") / "project"
     own = shutil.ignore_patterns(
         *UNTRACKED, "__pycache__", "*.egg-info", ".*_cache", ".hypothesis", ".git", "build"
@@ -425,7 +425,7 @@ def copy(tmp_path_factory):
 
 
 def build(kind: str, folder: Path, out: Path) -> Path:
-    """A distribution, by the backend that pyproject.toml names."""
+    """Build a distribution with the backend that pyproject.toml names."""
     code = f"from setuptools.build_meta import build_{kind}; build_{kind}({str(out)!r})"
     run("-c", code, cwd=folder)
     (made,) = out.iterdir()
@@ -460,7 +460,7 @@ def test_what_is_built_passes_twine_and_runs_in_an_empty_environment(tmp_path):
 
 
 def test_the_address_of_the_repository_stands_in_one_place(copy, tmp_path):
-    """Filled in once, in pyproject.toml, it is in the metadata, and error messages and cards have it."""
+    """If it is filled in once, in pyproject.toml, it appears in the metadata, in error messages and in cards."""
     assert install_command("llama") == 'pip install -e ".[llama]" (in a clone of hf_slt)'
     before = (copy / "pyproject.toml").read_text()
     address = "https://example.org/hf_slt"
@@ -510,7 +510,7 @@ ROWS = (
 
 @pytest.mark.slow
 def test_the_benchmark_runs(tmp_path):
-    """A smoke test: every row gives two numbers; nothing timed is asserted."""
+    """Smoke test: every row gives two numbers; no timing is asserted."""
     path = tmp_path / "rows.json"
     command = [*BENCHMARK, "--repeats", "1", "--json", path]
     subprocess.run(command, check=True, capture_output=True)
@@ -521,11 +521,11 @@ def test_the_benchmark_runs(tmp_path):
         assert row["ours"] > 0
         assert row["theirs"] > 0
         assert row["ratio"] == row["ours"] / row["theirs"]
-    # One row again: it alone is replaced.
+    # Measure one row again: only this row is replaced.
     subprocess.run([*command, "--only", "draw"], check=True, capture_output=True)
     again = json.loads(path.read_text())
     assert [new["id"] for new, old in zip(again, rows, strict=True) if new != old] == ["draw"]
-    # Sizes are not mixed, and what is not ours is left alone.
+    # Presets are not mixed, and other files are not overwritten.
     for text, words in (
         (path.read_text().replace('"quick"', '"full"'), "is of preset full, not quick"),
         ("{}", "holds no rows"),

@@ -1,4 +1,4 @@
 """Rules turn scores into masks; masked parameters put them into the modules of any torch model.
 
-Knows torch, and no transformers model.
+Needs torch, but no model of transformers.
 """

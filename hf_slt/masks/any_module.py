@@ -1,6 +1,6 @@
 """Masks on any torch module, in place: the core of the method, without a configuration or a file.
 
-supermask_(module, seed=7, density=0.3)      # trainable: the scores, nothing else
+supermask_(module, seed=7, density=0.3)      # only the scores are trainable
 fix_masks_(module)                           # ordinary frozen parameters again, with the masked values
 """
 
@@ -46,7 +46,7 @@ def input_axes(module: nn.Module, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Given:
-    """Numbers that are there already: where a bias or a gain starts to be trained.
+    """Numbers that exist already: the values from which the training of a bias or a gain starts.
 
     Args:
         values (`torch.Tensor`):
@@ -75,7 +75,7 @@ def supermask_(
     parameters: Mapping[str, str] | None = None,
     **rule_options: Any,
 ) -> nn.Module:
-    """Replace the weights of a module by frozen random numbers under a mask that is learned, in place.
+    """Replace, in place, the weights of a module by frozen random numbers with a mask that is learned.
 
     Args:
         module (`nn.Module`):
@@ -87,13 +87,13 @@ def supermask_(
         law (`str`, defaults to `"normal"`):
             Distribution of the numbers. Their standard deviation is 1 / sqrt(fan in).
         scales (`bool`, defaults to `False`):
-            Whether to learn a factor for each output beside the mask.
+            Whether to learn, besides the mask, a factor for each output.
         filter_fn (`Callable[[nn.Module, str], bool]`, *optional*):
             Called with the module that has a parameter and the parameter's full name. False leaves the parameter
             as it is.
         parameters (`Mapping[str, str]`, *optional*):
-            What single parameters are, by patterns of their names: `"masked"`, `"frozen"` (random, all kept) or
-            `"trained"`. The first pattern that fits counts; without one, a parameter is masked.
+            The kind of single parameters, by patterns of their names: `"masked"`, `"frozen"` (random, all kept) or
+            `"trained"`. The first pattern that fits counts. If none fits, a parameter is masked.
         rule_options:
             Options of the rule, such as `density=0.3`.
 
@@ -124,7 +124,7 @@ def supermask_(
         if filter_fn is not None and not filter_fn(holder, path):
             continue
         if len(shape) < 2:
-            if kind == "trained":  # from where it is
+            if kind == "trained":  # starting from the present values
                 start = TensorSpec(path, (1, *shape), origin=Given(parameter.detach().clone()))
                 plans[path] = TrainedPlan(start, shape)
             continue
@@ -147,7 +147,7 @@ def fix_masks_(module: nn.Module) -> nn.Module:
             What `supermask_` returned.
 
     Returns:
-        `nn.Module`: the module, which needs no code of hf_slt any more.
+        `nn.Module`: the module. It does not need hf_slt any more.
     """
     module.eval()
     found = [(holder, name, plan) for _, holder, name, plan in parameter_plans(module)]

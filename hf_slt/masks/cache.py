@@ -1,7 +1,7 @@
-"""What a forward pass has computed so far, to be used again in it.
+"""A cache of what a forward pass has computed, for use in the same forward pass.
 
-A tied table is read twice in a forward, and a joint rule selects for all tensors at once: both should be
-computed once. In a training step the result must not outlive the forward, because the next step has other
+A forward reads a tied table twice, and a joint rule selects for all tensors at once: both should be computed
+only once. In a training step the result must not be used after the forward, because the next step has other
 scores. `fixed_masks` extends the lifetime to a whole block of code in which no score changes, such as the
 generation of a text.
 """
@@ -18,14 +18,14 @@ from torch import nn
 
 @dataclass
 class ForwardCache:
-    """Results by what they are of.
+    """Computed results, by a key.
 
     Args:
         keeps_all (`bool`, defaults to `False`):
             Whether every computed parameter is kept (within `fixed_masks`), or only those that a forward
             reads more than once.
         results (`dict[Any, Any]`, *optional*):
-            What was computed, by a key that names it.
+            The computed results, by a key that names each.
     """
 
     keeps_all: bool = False
@@ -47,9 +47,9 @@ def forward_cache() -> ForwardCache | None:
 
 @contextmanager
 def fixed_masks() -> Iterator[None]:
-    """Compute every masked weight once within this block. No score may change inside.
+    """Compute every masked weight only once within this block. No score may change inside.
 
-    It has an effect only where gradients are disabled, because a graph cannot be used for two backward passes.
+    It has an effect only while gradients are disabled, because a graph cannot be used for two backward passes.
 
     Example:
 
@@ -77,7 +77,7 @@ def share_within_forward(model: nn.Module) -> None:
     model.register_forward_hook(_end_forward, always_call=True)
 
 
-# The forward that opened the cache of this thread, with the token that closes it.
+# The module whose forward opened the cache of this thread, and the token that closes the cache.
 _opened: ContextVar[tuple[nn.Module, Token] | None] = ContextVar("hf_slt_opened", default=None)
 
 

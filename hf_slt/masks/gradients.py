@@ -1,6 +1,6 @@
 """The arithmetic of masked weights, and the gradients that pass through it.
 
-    weight    = drawn * factors[codes] * scale        of a trellis: the scale of the law * table[states] * scale
+    weight    = drawn * factors[codes] * scale        for a trellis: the scale of the law * table[states] * scale
     dL/dscore = dL/dweight * drawn * scale * surrogate_grad(score)
     dL/dscale = sum over the inputs of dL/dweight * drawn * factors[codes]
 
@@ -31,7 +31,7 @@ class Layout:
         extents (`tuple[int, ...]`):
             Size of each tensor along that axis.
         positions (`tuple[Tensor, ...]`, *optional*):
-            Where only a share of each tensor is searched: the flat indices of the searched weights.
+            If only a part of each tensor is searched: the flat indices of the searched weights.
     """
 
     axis: int
@@ -46,7 +46,7 @@ class Layout:
                 Anything in the shape of the parameter.
 
         Returns:
-            `list[Tensor]`: a part for each tensor; where only a share is searched, a row of the searched weights.
+            `list[Tensor]`: a part for each tensor. If only a part of it is searched: a row of the searched weights.
         """
         if self.positions is not None:
             flat = whole.reshape(-1)
@@ -54,7 +54,7 @@ class Layout:
         return list(whole.split(self.extents, self.axis))
 
     def assemble(self, drawn: Tensor, factors: Sequence[Tensor]) -> Tensor:
-        """Return drawn times the factors of the searched weights, by operators that autograd knows.
+        """Return drawn times the factors of the searched weights. All operators are known to autograd.
 
         Args:
             drawn (`Tensor`):
@@ -99,7 +99,7 @@ class Layout:
 def factors_of_codes(codes: Tensor, factors: Sequence[float], dtype: torch.dtype) -> Tensor:
     """Return the factor of every code. Evenly spaced factors are computed, which is faster than a table.
 
-    Floats are factors already: the numbers of a trellis.
+    Codes that are floats are returned as they are: they are the numbers of a trellis.
 
     Args:
         codes (`Tensor`):
@@ -122,7 +122,7 @@ def factors_of_codes(codes: Tensor, factors: Sequence[float], dtype: torch.dtype
 
 
 class MaskedWeight(torch.autograd.Function):
-    """The weight of a parameter from the codes of its scores. The gradient goes to scores and scales."""
+    """Computes the weight of a parameter from the codes of its scores. The gradient goes to scores and scales."""
 
     generate_vmap_rule = True
 
@@ -140,8 +140,8 @@ class MaskedWeight(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         drawn, scale, *scores = ctx.saved_tensors
-        grad = grad.to_dense() if grad.is_sparse else grad  # of a table that was only looked up
-        # Simple formulas where the gradient is differentiated again, or where few weights are searched.
+        grad = grad.to_dense() if grad.is_sparse else grad  # sparse for a table that was only looked up
+        # Simple formulas if the gradient is differentiated again, or if only a part of the weights is searched.
         simple = torch.is_grad_enabled() or ctx.layout.positions is not None
         gradients = _gradients if simple else _gradients_in_pieces
         of_scale, *of_scores = gradients(ctx.rule, ctx.layout, ctx.codes, grad, drawn, scale, scores)
@@ -189,9 +189,9 @@ def traced_product(
     scale: Tensor | None,
     scores: Sequence[Tensor],
 ) -> Tensor:
-    """Return the same by operators that torch.compile and torch.func know.
+    """Return the same as `masked_product`, computed by operators that torch.compile and torch.func know.
 
-    The factor is a number with the derivative of the surrogate: x - x is 0, but has a gradient.
+    The factor gets the derivative of the surrogate by adding x - x.detach(), which is 0 but has a gradient.
 
     Args:
         rule ([`Rule`]):
@@ -222,7 +222,7 @@ def _gradients(rule: Rule, layout: Layout, codes, grad: Tensor, drawn: Tensor, s
     """Return the gradients of the scale and of every tensor's scores, by formulas that can be differentiated."""
     of_scale, product = None, grad * drawn
     if scale is not None:
-        # Differentiable in the scores too: a second derivative mixes them with the scale.
+        # Differentiable in the scores too: there are mixed second derivatives of scores and scale.
         unscaled = traced_product(rule, layout, codes, drawn, None, scores)
         of_scale = (grad * unscaled).sum_to_size(scale.shape)
         product = product * scale
@@ -234,7 +234,7 @@ def _gradients(rule: Rule, layout: Layout, codes, grad: Tensor, drawn: Tensor, s
 
 
 def _gradients_in_pieces(rule: Rule, layout: Layout, codes, grad: Tensor, drawn, scale, scores) -> tuple:
-    """Return the same without temporaries of full size."""
+    """Return the same as `_gradients`, without temporaries of full size."""
     of_scale = None if scale is None else torch.zeros_like(scale)
     of_scores = [torch.empty_like(one) for one in scores]
     for number, rows, place in layout.pieces(drawn):
@@ -257,7 +257,7 @@ def _within(scale: Tensor, place: tuple[slice, ...]) -> Tensor:
 
 
 class RoundedWeight(torch.autograd.Function):
-    """Rows rounded to what 16, 8 or 4 bits can hold (see `quantisation.py`). The gradient passes through."""
+    """Rounds rows to what 16, 8 or 4 bits can hold (see `quantisation.py`). The gradient passes unchanged."""
 
     generate_vmap_rule = True
 
@@ -268,7 +268,7 @@ class RoundedWeight(torch.autograd.Function):
         largest = weight.abs().amax(-1, keepdim=True).float()
         steps = (largest / largest_code(bits)).view(torch.int32)
         scales = ((steps + 0x1FFF) & ~0x1FFF).view(torch.float32).clamp_min(2**-14)
-        return ((weight / scales).round() * scales + 0.0).to(weight.dtype)  # + 0.0: no code is a minus zero
+        return ((weight / scales).round() * scales + 0.0).to(weight.dtype)  # + 0.0 turns -0.0 into 0.0
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:

@@ -1,9 +1,9 @@
-"""A mix of kinds by name: what is masked, what is random and frozen for good, what is trained and stored.
+"""The kind of each parameter by its name: masked, random and always frozen, or trained and stored.
 
     parameters={"*.mlp.*": "frozen", "score": "trained"}        # first match wins; all else as the options say
 
-A pattern is one of `fnmatch` and is compared with the name that a parameter has in the stock model
-("model.layers.0.mlp.up_proj.weight"), and with that of its module ("model.layers.0.mlp.up_proj").
+Patterns are those of Python's `fnmatch`. They are compared with the name of a parameter in the stock model
+("model.layers.0.mlp.up_proj.weight"), and with the name of its module ("model.layers.0.mlp.up_proj").
 """
 
 import difflib
@@ -26,13 +26,13 @@ def read_patterns(given: Mapping[str, str] | Iterable[str] | None) -> list[str] 
 
     Args:
         given (`Mapping[str, str]` or `Iterable[str]`, *optional*):
-            Kinds by pattern, or a list in that form already.
+            Kinds by pattern, or a list that has this form already.
 
     Returns:
         `list[str] | None`: patterns and kinds, `"pattern=kind"`; None if there are none.
 
     Raises:
-        `ValueError`: for what is not a pattern and a kind.
+        `ValueError`: for an entry that is not a pattern and a kind.
 
     Example:
 
@@ -54,7 +54,7 @@ def read_patterns(given: Mapping[str, str] | Iterable[str] | None) -> list[str] 
 
 @dataclass(frozen=True)
 class Mix:
-    """Patterns and what they ask for.
+    """Patterns, and how to make parameters of the kinds that they name.
 
     Args:
         patterns (`Sequence[str]`):
@@ -89,7 +89,7 @@ class Mix:
         return next(fits, None)
 
     def check(self, names: Iterable[Collection[str]]) -> None:
-        """Raise `SLTError` for a pattern that no parameter has a name for.
+        """Raise `SLTError` for a pattern that fits no parameter.
 
         Args:
             names (`Iterable[Collection[str]]`):
@@ -105,11 +105,11 @@ class Mix:
                 raise SLTError(f"parameters: no parameter has a name like {pattern!r}{hint}")
 
     def plan(self, plan: ParameterPlan, kind: str) -> ParameterPlan:
-        """Return how a parameter is made that is to be of a kind.
+        """Return the plan of a parameter that shall be of a given kind.
 
         Args:
             plan ([`ParameterPlan`]):
-                How it is made by the options of the model.
+                Its plan by the options of the model.
             kind (`str`):
                 One of `KINDS`. Biases and gains are vectors, which are never masked: they stay as they are.
 
@@ -133,7 +133,7 @@ class Mix:
         first, name = replace(first, state_bits=None), first.name.removesuffix(".weight")
         parts = None
         if isinstance(plan, MaskedPlan) and len(plan.tensors) > 1:
-            # What is not masked has no path through a trellis: every number of it is drawn.
+            # A parameter without a mask has no path through a trellis: each of its numbers is drawn.
             parts = replace(plan, tensors=[replace(one, state_bits=None) for one in plan.tensors])
             name = name.rpartition(".")[0]
         if kind == "frozen":
@@ -145,7 +145,7 @@ class Mix:
 
 @dataclass(frozen=True)
 class Joined:
-    """Several drawn tensors as one array: where a parameter that consists of them starts to be trained.
+    """Several drawn tensors as one array: the values from which training their parameter starts.
 
     Args:
         parts ([`MaskedPlan`]):
@@ -170,10 +170,10 @@ def learned_scales(tensor: TensorSpec, scales: str) -> list[TensorSpec]:
         tensor ([`TensorSpec`]):
             The tensor.
         scales (`str`):
-            `"none"`, `"tensor"` for one factor, or `"row"` for one of each output.
+            `"none"`, `"tensor"` for one factor, or `"row"` for one factor per output.
 
     Returns:
-        `list[TensorSpec]`: one tensor of shape (1, number of factors), or nothing.
+        `list[TensorSpec]`: one tensor of shape (1, number of factors), or an empty list.
     """
     if scales == "none":
         return []

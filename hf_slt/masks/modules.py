@@ -1,8 +1,8 @@
-"""Stock modules whose parameters are computed: the one mechanism for every type of layer.
+"""Stock modules whose parameters are computed: a single mechanism for every type of layer.
 
-A weight is an attribute of a module. `install_plans` takes the parameter away, gives the module what is learned
-in its place, and changes the module's class to a subclass of the same name in which the attribute is a
-property. Every forward, every attention backend and every loss of the stock model stays as it is:
+A weight is an attribute of a module. `install_plans` removes the parameter, adds the learned tensors (scores,
+scales or values) in its place, and changes the module's class to a subclass of the same name in which the attribute
+is a property. Every forward, every attention backend and every loss of the stock model stays as it is:
 
     class Conv1D(MaskedModule, Conv1D):
         weight = property(...)          # drawn * factors[rule(scores)] * scale
@@ -27,13 +27,13 @@ Plans = Mapping[str, ParameterPlan]  # by path of the parameter in the model: "h
 
 
 class MaskedModule(nn.Module):
-    """What is common to modules with computed parameters. Objects of it also are of a stock class."""
+    """Base class of modules with computed parameters. Every object also belongs to a stock class."""
 
     parameter_plans: dict[str, ParameterPlan]
     stock_class: type[nn.Module]
 
     def computed_parameter(self, name: str) -> Tensor:
-        """Return a computed parameter as it is now.
+        """Compute a parameter from the present scores.
 
         Args:
             name (`str`):
@@ -43,7 +43,7 @@ class MaskedModule(nn.Module):
             `Tensor`: the parameter, differentiable in the scores.
         """
         plan = self.parameter_plans[name]
-        if torch.compiler.is_compiling():  # it knows no context variables
+        if torch.compiler.is_compiling():  # torch.compile does not know context variables
             return plan.value(self, name)
         if _initialising.get():
             return _placeholder(plan)
@@ -68,7 +68,7 @@ class MaskedModule(nn.Module):
     _buffers: dict[str, Any]
 
     def _apply(self, fn, recurse=True):
-        """Move with the model, but keep in float32 what is trained, and draw again what a cast has rounded."""
+        """Move with the model. Trained tensors stay in float32; frozen numbers are drawn again after a cast."""
         trained = [name for key, plan in self.parameter_plans.items() for name in plan.float32_names(key)]
         drawn = [name for key, plan in self.parameter_plans.items() for name in plan.buffer_names(key)]
         kept = {name: self._parameters[name].detach() for name in trained}
@@ -92,10 +92,10 @@ class MaskedModule(nn.Module):
 
 
 class _SparseEmbedding(nn.Embedding):
-    """A table that learns: the gradient of a lookup is a few rows, which autograd adds to that of the logits.
+    """A trainable table. The gradient of a lookup is sparse: a few rows, which autograd adds to that of the logits.
 
-    Without it, the rows would first be spread over a table of zeros. The attribute `sparse` stays false: an
-    adapter beside the table would take it for a wish of its own.
+    Otherwise these rows would first be copied into a table of zeros. The attribute `sparse` stays false, because an
+    adapter of the table would read it as its own setting.
     """
 
     parameter_plans: dict[str, ParameterPlan]
@@ -119,7 +119,7 @@ def masked_class(stock_class: Any, names: tuple[str, ...]) -> type[MaskedModule]
     """
     bases: tuple[type, ...] = (stock_class,)
     if issubclass(stock_class, nn.Embedding) and "weight" in names:
-        # Where the forward of nn.Embedding was: a subclass may do more in its own.
+        # In the place of nn.Embedding: a subclass of it may do more in its own forward.
         bases = (_SparseEmbedding,) if stock_class is nn.Embedding else (stock_class, _SparseEmbedding)
     # transformers matches classes by their names, so the name stays.
     return type(
@@ -152,7 +152,7 @@ def _rebuild(stock_class: Any, names: tuple[str, ...]) -> MaskedModule:
 
 
 def install_plans(model: nn.Module, plans: Plans) -> None:
-    """Make parameters of a model computed ones, in place.
+    """Replace parameters of a model by computed ones, in place.
 
     Args:
         model (`nn.Module`):
@@ -172,7 +172,7 @@ def install_plans(model: nn.Module, plans: Plans) -> None:
         if any(getattr(plan, "shared", False) for plan in module.parameter_plans.values()):
             share_within_forward(
                 module
-            )  # gradient checkpointing runs it again by itself, outside of the model
+            )  # gradient checkpointing runs this module again alone, outside of the model's forward
     for plan in plans.values():
         if isinstance(plan, TiedPlan):
             source: Any = plan.source
@@ -182,7 +182,7 @@ def install_plans(model: nn.Module, plans: Plans) -> None:
 
 
 def attach_plan(module: nn.Module, name: str, plan: ParameterPlan) -> None:
-    """Let a module know the plan of one of its parameters.
+    """Store the plan of a parameter in its module.
 
     Args:
         module (`nn.Module`):
@@ -196,7 +196,7 @@ def attach_plan(module: nn.Module, name: str, plan: ParameterPlan) -> None:
 
 
 def set_siblings(model: nn.Module) -> None:
-    """Tell the parameters of a joint rule which others it ranks them with: all of the model.
+    """Give each parameter of a joint rule its siblings, all masked parameters of the model: they are ranked together.
 
     Args:
         model (`nn.Module`):
@@ -231,7 +231,7 @@ def parameter_plans(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Par
 
 
 def masked_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, MaskedPlan]]:
-    """Yield the same for every masked parameter, the basis of a table of low rank included.
+    """Yield what `parameter_plans` yields, for every masked parameter and for the basis of a table of low rank.
 
     Args:
         model (`nn.Module`):
@@ -248,7 +248,7 @@ def masked_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, M
 
 
 def set_rule(model: nn.Module, rule: Rule) -> None:
-    """Give all masked parameters of a model this rule: a loop may change an option from step to step.
+    """Give all masked parameters of a model this rule. A training loop may so change an option at every step.
 
     Args:
         model (`nn.Module`):
@@ -280,9 +280,9 @@ _initialising: ContextVar[bool] = ContextVar("hf_slt_initialising", default=Fals
 
 @contextmanager
 def stock_initialisation() -> Iterator[None]:
-    """Let a stock `_init_weights` run over modules with computed parameters, without touching those.
+    """Let a stock `_init_weights` run over modules with computed parameters, without changing these parameters.
 
-    It restores buffers that nothing else does. Computed parameters look like ones that are filled already.
+    It is needed because nothing else restores some buffers. Computed parameters are marked as filled already.
     """
     token = _initialising.set(True)
     try:

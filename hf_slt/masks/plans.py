@@ -4,11 +4,11 @@
     TrainedPlan    numbers that are trained and stored, in 4 to 32 bits
     LowRankPlan    rows of trained numbers times a masked basis
     FixedPlan      random numbers that are all kept, or a constant: nothing is learned, nothing is stored
-    TiedPlan       what another module has under its parameter
+    TiedPlan       the parameter of another module
 
 A plan holds no tensor. While a model learns, the module holds scores, scales and values, and the plan computes
-the parameter from them (`value`). In a ticket the parameter is an ordinary one, and the plan says what it must
-be (`dense`), given the arrays that the ticket stores.
+the parameter from them (`value`). In a ticket the parameter is an ordinary one, and the plan computes its values
+(`dense`) from the arrays that the ticket stores.
 """
 
 from abc import ABC, abstractmethod
@@ -64,7 +64,7 @@ class ParameterPlan(ABC):
 
     @abstractmethod
     def install(self, module: nn.Module, name: str) -> None:
-        """Replace the stock parameter by what is learned of it.
+        """Replace the stock parameter by the tensors that are learned: scores, scales or values.
 
         Args:
             module (`nn.Module`):
@@ -74,7 +74,7 @@ class ParameterPlan(ABC):
         """
 
     def reset(self, module: nn.Module, name: str) -> None:  # noqa: B027  a tied parameter has nothing to fill
-        """Fill what no checkpoint has filled: frozen numbers, and the start of what is learned.
+        """Fill what no checkpoint has filled: frozen numbers, and the initial values of learned tensors.
 
         Args:
             module (`nn.Module`):
@@ -105,10 +105,10 @@ class ParameterPlan(ABC):
         Returns:
             `Tensor`: the parameter.
         """
-        return getattr(module, name)  # a fixed one is a buffer under its own name
+        return getattr(module, name)  # a fixed parameter is a buffer of this name
 
     def stored(self, module: nn.Module, name: str) -> dict[str, np.ndarray]:
-        """Return what a ticket stores of this parameter, by tensor name.
+        """Return what a ticket stores for this parameter, by tensor name.
 
         Args:
             module (`nn.Module`):
@@ -126,18 +126,18 @@ class ParameterPlan(ABC):
 
         Args:
             arrays (`Mapping[str, np.ndarray]`):
-                Packed codes and trained values by tensor name. A tensor that is absent is as in a model
-                before training: every weight kept.
+                Packed codes and trained values by tensor name. A missing tensor is as before training: every weight
+                is kept.
             observe (`Callable`, *optional*):
                 Called with every tensor that is drawn and the digest of its numbers, before any mask.
 
         Returns:
-            `Tensor | None`: the parameter in float32; None if another parameter has it.
+            `Tensor | None`: the parameter in float32; None if it belongs to another module.
         """
         return None
 
     def float32_names(self, name: str) -> list[str]:
-        """Return the attributes of the module that are trained: no cast may shorten them.
+        """Return the attributes of the module that are trained. They stay in float32 after every cast.
 
         Args:
             name (`str`):
@@ -149,7 +149,7 @@ class ParameterPlan(ABC):
         return []
 
     def buffer_names(self, name: str) -> list[str]:
-        """Return the attributes of the module that follow from the seed: never saved, never sent.
+        """Return the attributes of the module that follow from the seed. They are never saved or sent.
 
         Args:
             name (`str`):
@@ -171,7 +171,7 @@ class FixedPlan(ParameterPlan):
         shape (`tuple[int, ...]`):
             Shape of the parameter.
         parts ([`MaskedPlan`], *optional*):
-            Where the parameter consists of several tensors: the plan that has them. `tensor` then has its name only.
+            If the parameter consists of several tensors: the plan that has them. `tensor` then only gives its name.
     """
 
     tensor: TensorSpec
@@ -228,8 +228,8 @@ class MaskedPlan(ParameterPlan):
         scale_bits (`int`, defaults to 16):
             Bits per learned scale in the ticket.
         heads (`int`, *optional*):
-            If given, the tensors do not lie one after the other but head by head: for each of so many heads, its
-            rows of every tensor. They are of one size then, and `axis` is 0.
+            If given, the tensors are not stored one after the other but head by head: for each of this many heads,
+            its rows of every tensor. All tensors then have the same size, and `axis` is 0.
         shared (`bool`, defaults to `False`):
             Whether a forward reads the parameter more than once, so that it pays to keep the result.
         siblings (`Sequence[tuple[nn.Module, str]]`, *optional*):
@@ -307,7 +307,7 @@ class MaskedPlan(ParameterPlan):
         for tensor in self.tensors:
             shape = tensor.shape if self.is_searched_whole else (tensor.searched,)
             module.register_parameter(self.attribute(name, tensor, "scores"), _float32(shape, old.device))
-            if not self.is_searched_whole:  # their places in the flat parameter
+            if not self.is_searched_whole:  # indices of the searched weights in the flat parameter
                 positions = torch.empty(tensor.searched, dtype=torch.int64, device=device)
                 module.register_buffer(self.attribute(name, tensor, "searched"), positions, persistent=False)
         for tensor, scale in zip(self.tensors, self.scales, strict=False):
@@ -328,8 +328,8 @@ class MaskedPlan(ParameterPlan):
     def first_scores(self, tensor: TensorSpec, size: tuple[int, ...]) -> np.ndarray:
         """Return the scores that training starts from: those of the rule.
 
-        Over pretrained weights they are put in the order of the magnitudes of the weights. What is dropped at first
-        is then what matters least.
+        For pretrained weights they are sorted: a larger weight gets a larger score. The first mask then drops the
+        smallest weights, which matter least.
 
         Args:
             tensor ([`TensorSpec`]):
@@ -375,7 +375,7 @@ class MaskedPlan(ParameterPlan):
             start = stop
 
     def arranged(self, whole: Tensor) -> Tensor:
-        """Return the tensors, which lie one after the other, as the parameter has them: head by head, perhaps.
+        """Bring tensors that lie one after the other into the order of the parameter, which may be head by head.
 
         Args:
             whole (`Tensor`):
@@ -434,7 +434,7 @@ class MaskedPlan(ParameterPlan):
 
     @torch.no_grad()
     def codes(self, module: nn.Module, name: str, training: bool = False) -> list[Tensor]:
-        """Return the code of every score, by tensor: those to keep, or those of a training step.
+        """Return the code of every score, by tensor: the codes for a ticket, or those for a training step.
 
         Args:
             module (`nn.Module`):
@@ -479,7 +479,7 @@ class MaskedPlan(ParameterPlan):
 
     def value(self, module: nn.Module, name: str) -> Tensor:
         codes, scores = self.codes(module, name, module.training), self.scores(module, name)
-        if self.tensors[0].state_bits is not None:  # their numbers stand in for the factors
+        if self.tensors[0].state_bits is not None:  # the numbers of the path are used as factors
             codes = [
                 some if some.is_floating_point() else numbers_of_path(some, tensor)  # relaxed: no path
                 for some, tensor in zip(codes, self.tensors, strict=True)
@@ -528,11 +528,11 @@ class MaskedPlan(ParameterPlan):
 
 @dataclass
 class TrainedPlan(ParameterPlan):
-    """Numbers that are trained as usual and stored; computed with as the ticket will hold them.
+    """Numbers that are trained as usual and stored. A forward uses them as rounded as the ticket will hold them.
 
     Args:
         tensor ([`TensorSpec`]):
-            Name, shape in the ticket and where training starts.
+            Name, shape in the ticket, and initial values.
         shape (`tuple[int, ...]`):
             Shape of the parameter. A vector is stored as one row.
         bits (`int`, defaults to 32):
@@ -556,7 +556,7 @@ class TrainedPlan(ParameterPlan):
         return "values" if name == "weight" else f"{name}_values"
 
     def drawn_name(self, name: str) -> str:
-        """Return an empty buffer that follows the casts of the model: the dtype to compute in.
+        """Return the name of an empty buffer that follows the casts of the model: its dtype is the one to compute in.
 
         Args:
             name (`str`):
@@ -602,7 +602,7 @@ class TrainedPlan(ParameterPlan):
 
 @dataclass
 class LowRankPlan(ParameterPlan):
-    """A table of few stored numbers per row, times a masked matrix: table = rows @ basis.
+    """A table that is the product of few stored numbers per row and a masked matrix: table = rows @ basis.
 
     Args:
         rows ([`TrainedPlan`]):
@@ -657,7 +657,7 @@ class LowRankPlan(ParameterPlan):
 
 @dataclass
 class TiedPlan(ParameterPlan):
-    """A parameter that is another module's: a head that is the embedding.
+    """A parameter that belongs to another module, as a tied head uses the embedding.
 
     Args:
         source (`nn.Module`):
@@ -677,9 +677,9 @@ class TiedPlan(ParameterPlan):
 
 
 def is_traced(scores: Sequence[Tensor]) -> bool:
-    """Whether torch.compile or torch.func is at work, which need operators they know.
+    """Return whether torch.compile or torch.func is running. Both need operators that they know.
 
-    torch.func passes plain tensors in place of parameters.
+    torch.func is recognised by its plain tensors in place of parameters.
 
     Args:
         scores (`Sequence[Tensor]`):
@@ -705,7 +705,7 @@ def _joint_codes(
 
 
 def _gathered(scores: Tensor) -> Tensor:
-    """Return the values of scores. FSDP2 keeps those of other blocks in shards, and all processes gather them here."""
+    """Return the values of scores. Scores of other blocks are shards under FSDP2: all processes gather them here."""
     scores = scores.detach()
     return scores.full_tensor() if hasattr(scores, "full_tensor") else scores
 
@@ -750,7 +750,7 @@ def _float32(shape: Sequence[int], device: torch.device) -> nn.Parameter:
 
 
 def _fill(values: Tensor, first: Callable[[tuple[int, ...]], np.ndarray]) -> None:
-    """Fill a parameter with where training starts, unless a checkpoint has filled it."""
+    """Fill a parameter with its initial values, unless a checkpoint has filled it."""
     if not values.is_meta and not getattr(values, "_is_hf_initialized", False):
         values.copy_(torch.from_numpy(first(tuple(values.shape))))
 

@@ -1,4 +1,4 @@
-"""Mask rules: how scores become codes, codes factors on the frozen weights, and what gradient a score gets.
+"""Mask rules: how scores become codes, how codes become factors of the weights, and what gradient a score gets.
 
     codes  = rule.codes(scores)                           one small integer per weight: what a ticket stores
     weight = drawn * factors[codes]                       of a trellis: table[states(codes)]
@@ -64,7 +64,7 @@ class Rule(ABC):
 
     factors: ClassVar[Sequence[float]] = (0.0, 1.0)
     joint: ClassVar[bool] = False  # whether all tensors of a model are ranked together
-    state_bits: ClassVar[int | None] = None  # where codes are a path: bits of its states
+    state_bits: ClassVar[int | None] = None  # if codes are a path through a trellis: bits of a state
 
     @property
     def typical_size(self) -> float:
@@ -72,7 +72,7 @@ class Rule(ABC):
         return math.sqrt(sum(factor**2 for factor in self.factors) / len(self.factors))
 
     def check(self) -> None:  # noqa: B027  many rules have nothing to check
-        """Raise `ValueError`, naming the value and what to do, if an option has an impossible value."""
+        """Raise `ValueError` if an option has an impossible value. The message names it and says what to do."""
 
     def first_scores(self, context: ScoreContext, size: tuple[int, ...]) -> np.ndarray:
         """Return the scores that training starts from: U[-1, 1] / sqrt(fan in), Kaiming's bound with a = sqrt 5.
@@ -174,7 +174,7 @@ class EdgePopup(Rule):
 
 @dataclass(frozen=True)
 class Global(EdgePopup):
-    """Edge-popup with one threshold over all tensors; ramp the density down, or layers may empty."""
+    """Edge-popup with one threshold for all tensors. Lower the density step by step, or layers may become empty."""
 
     joint = True
 
@@ -195,7 +195,7 @@ class Sign(StraightThroughRule):
 
 @dataclass(frozen=True)
 class Signed(StraightThroughRule):
-    """Edge-popup that also learns the sign of what it keeps (Koster et al., 2022)."""
+    """Edge-popup that also learns the sign of each weight it keeps (Koster et al., 2022)."""
 
     density: float | int = rule_option(0.6, "Fraction kept, in (0, 1].")
     factors = (-1.0, 0.0, 1.0)
@@ -210,7 +210,7 @@ class Signed(StraightThroughRule):
 
 @dataclass(frozen=True)
 class Multicoat(Rule):
-    """A sum of nested masks: a weight counts as often as it is among the largest (Okoshi et al., 2022)."""
+    """A sum of nested masks: the factor is the number of masks that keep the weight (Okoshi et al., 2022)."""
 
     densities: Sequence[float] = rule_option(
         (0.3, 0.0788, 0.0315), "Densities of the nested masks, the largest first."
@@ -255,7 +255,7 @@ class Multibit(StraightThroughRule):
             raise ValueError(f"mask_bits {self.mask_bits} is not 2, 3 or 4")
 
     def codes(self, scores: Tensor, context: ScoreContext) -> Tensor:
-        # The first scores fill -1 .. 1 in units of their bound, so that all levels are in use.
+        # In units of their bound, the first scores fill -1 .. 1: all levels are in use.
         half = 2 ** (self.mask_bits - 1)
         levels = (scores * (half * math.sqrt(context.tensor.fan_in)) + half).floor()
         return levels.clamp(0, 2 * half - 1).to(torch.uint8)
@@ -263,7 +263,7 @@ class Multibit(StraightThroughRule):
 
 @dataclass(frozen=True)
 class Threshold(StraightThroughRule):
-    """Keep what scores above a fixed threshold; the density is what comes of it (piggyback, Mallya 2018)."""
+    """Keep weights whose score is above a fixed threshold; the density is not fixed (piggyback, Mallya 2018)."""
 
     threshold: float = rule_option(5e-3, "Keep weights whose score is larger than this.")
 
@@ -276,9 +276,9 @@ class Threshold(StraightThroughRule):
 
 @dataclass(frozen=True)
 class Bernoulli(Rule):
-    """Keep by chance while training, with probability sigmoid(score); then what is likelier (Zhou, 2019).
+    """Keep each weight with probability sigmoid(score); after training, if the score is positive (Zhou, 2019).
 
-    The chance follows from the seed and the scores: the same scores, the same mask. So a run can be repeated
+    Seed and scores determine the random choice: the same scores give the same mask. So a run can be repeated
     and resumed, all processes agree, and a backward that computes a block again finds the same weights.
     """
 
@@ -373,7 +373,7 @@ RAMPED = ("density", "threshold")  # options that a loop may change from step to
 
 
 def check_density(name: str, density: float) -> None:
-    """Check that a density is one.
+    """Check that a density is valid.
 
     Args:
         name (`str`):

@@ -1,14 +1,15 @@
-"""Which scores are the largest: the selections that mask rules are made of.
+"""Which scores are the largest: the selections that mask rules use.
 
-    keep_largest      the `count` largest, or largest in magnitude; ties: the lower index stays
+    keep_largest      the `count` largest, or largest in magnitude; of equal scores the lower index is kept
     keep_in_groups    the n largest in magnitude of every m
     keep_by_chance    with probability sigmoid(score), the same for the same scores
 
-Selection is exact, and remembers nothing: it cannot be out of date, however the scores were changed.
+Selection is exact and stores nothing between calls: it is never out of date, however the scores were changed.
 
-On a CPU the threshold is bracketed by a sample, in pieces that stay in a core's cache: one read of the scores
-and one write of the mask is nearly all the traffic to memory, where temporaries of full size would cost more
-than the arithmetic. On other devices two histograms find it, and no operator waits for the device.
+On a CPU a sample gives lower and upper bounds of the threshold, and the scores are compared with them in pieces that
+stay in a core's cache. Memory is used for little more than one read of the scores and one write of the mask;
+temporaries of full size would cost more than the arithmetic. On other devices two histograms find the threshold, and
+no operator waits for the device.
 """
 
 import math
@@ -21,8 +22,8 @@ import torch
 from torch import Tensor
 
 _PIECE = 1 << 19  # values at a time on a CPU: two megabytes
-_DIGITS = 1 << 16  # bins of a histogram: values of half of the bits
-_SAMPLE = 1 << 14  # below this size, choosing among all is quicker than bracketing the threshold by a sample
+_DIGITS = 1 << 16  # bins of a histogram: one for each value of 16 bits, half of a float32
+_SAMPLE = 1 << 14  # below this size, ranking all values is faster than taking a sample first
 
 
 def kept_count(density: float, size: int) -> int:
@@ -46,7 +47,7 @@ def kept_count(density: float, size: int) -> int:
 
 
 def piece_size(tensor: Tensor) -> int:
-    """Return how many values to work on at a time: as many as stay in a core's cache, or keep another device busy.
+    """Return how many values to work on at a time: enough for a core's cache, or to keep another device busy.
 
     Args:
         tensor (`Tensor`):
@@ -73,7 +74,7 @@ def keep_largest(values: Tensor, count: int, magnitude: bool = False) -> Tensor:
         `Tensor`: the mask, in the shape of the values.
 
     Raises:
-        `ValueError`: if there are not so many values, or some are not finite.
+        `ValueError`: if there are fewer than `count` values, or if a value is not finite.
 
     Example:
 
@@ -84,7 +85,7 @@ def keep_largest(values: Tensor, count: int, magnitude: bool = False) -> Tensor:
 
 
 def keep_largest_of_all(values: Sequence[Tensor], count: int, magnitude: bool = False) -> list[Tensor]:
-    """Do the same for several tensors that are ranked together, as if one followed the other.
+    """Do the same as `keep_largest` for several tensors, ranked together as if they were one long tensor.
 
     Args:
         values (`Sequence[Tensor]`):
@@ -98,7 +99,7 @@ def keep_largest_of_all(values: Sequence[Tensor], count: int, magnitude: bool = 
         `list[Tensor]`: a mask for each tensor.
 
     Raises:
-        `ValueError`: if there are not so many values.
+        `ValueError`: if there are fewer than `count` values.
     """
     if not 0 < count <= sum(one.numel() for one in values):
         raise ValueError(f"cannot keep {count} of {sum(one.numel() for one in values)} values")
@@ -107,7 +108,7 @@ def keep_largest_of_all(values: Sequence[Tensor], count: int, magnitude: bool = 
     return [part.view(one.shape) for part, one in zip(parts, values, strict=True)]
 
 
-# One operator, so that torch.compile, torch.export and torch.func take it as it is.
+# A single operator, which torch.compile, torch.export and torch.func do not look into.
 @torch.library.custom_op("hf_slt::keep_largest", mutates_args=())
 def _keep_largest_op(values: list[Tensor], count: int, magnitude: bool) -> Tensor:
     # Contiguous on purpose: the order of ties is row-major whatever the strides.
@@ -138,7 +139,7 @@ def _(info, in_dims, values: list[Tensor], count: int, magnitude: bool):
 
 
 def keep_by_sample(flats: Sequence[Tensor], count: int, magnitude: bool = False) -> Tensor:
-    """Count what lies above a bracket of the threshold, collect what lies inside, choose among that only.
+    """Count the values above a bracket of the threshold, collect those inside it, and rank only these.
 
     Args:
         flats (`Sequence[Tensor]`):
@@ -159,17 +160,17 @@ def keep_by_sample(flats: Sequence[Tensor], count: int, magnitude: bool = False)
 
 
 def _brackets(flats: Sequence[Tensor], count: int, magnitude: bool) -> Iterator[tuple[float, float]]:
-    """Where a sample says the threshold is (Floyd and Rivest); then everywhere, if it was not typical."""
+    """Yield bounds of the threshold from a sample (Floyd and Rivest), then wider ones, for untypical samples."""
     size = sum(map(len, flats))
     if size > _SAMPLE:
-        # One value in so many: sample and bracket then grow alike, as size ** (2/3).
+        # With this step between sampled values, sample and bracket both grow as size ** (2/3).
         sample = torch.cat([flat[:: round(size ** (1 / 3))] for flat in flats])
         sample = sample.abs() if magnitude else sample
         place = count * len(sample) / size
-        deviation = max(1.0, (place * (1 - place / len(sample))) ** 0.5)  # if it were random
+        deviation = max(1.0, (place * (1 - place / len(sample))) ** 0.5)  # as of a random sample
         for width in (2.5, 10):
             above, below = int(place - width * deviation), int(place + width * deviation) + 1
-            # The largest but so many: by quickselect, which is quicker than to sort even a sample.
+            # kthvalue is a quickselect, which is faster than sorting the sample.
             high = sample.kthvalue(len(sample) - above).values.item() if above >= 0 else math.inf
             low = sample.kthvalue(len(sample) - below).values.item() if below < len(sample) else -math.inf
             yield low, high
@@ -181,16 +182,16 @@ def _keep_between(
 ) -> Tensor | None:
     """Return the mask if the threshold lies in low .. high.
 
-    Each piece is one task of a thread, by NumPy. An operator of torch would divide every piece among all threads
-    and wait for the slowest of them, which takes long where another process has a core.
+    NumPy works on each piece in one thread. An operator of torch would divide every piece among all threads and wait
+    for the slowest of them, which takes long if another process uses a core.
     """
     mask = np.empty(sum(map(len, flats)), bool)
     pieces = [piece for flat in flats for piece in flat.split(_PIECE)]
     starts = np.cumsum([0, *map(len, pieces)]).tolist()
 
     def rank(number: int) -> tuple[np.ndarray, np.ndarray, int, float]:
-        """Mark what is above the bracket in one piece. Return places and values of what is inside."""
-        # Not `numpy()`: that makes the storage of a parameter one that FSDP cannot free any more.
+        """Mark the values above the bracket in one piece. Return places and values of those inside."""
+        # Not `numpy()`: after that, FSDP could not free the storage of a parameter any more.
         values, start = np.from_dlpack(pieces[number].detach()), starts[number]
         values = np.abs(values) if magnitude else values
         kept = mask[start : start + len(values)]
@@ -229,11 +230,11 @@ def keep_by_digits(flats: Sequence[Tensor], count: int, magnitude: bool = False)
 
     The host reads nothing back.
 
-    Floats are ordered as integers by their bits. The values are swept three times: a histogram of the upper 16 bits
-    finds those of the threshold, a histogram of the lower 16 bits among them finds the threshold itself, and the
-    mask is written. Values that are not finite are not noticed here: the norm of their gradient is not finite
-    either. The integers of one tensor are kept; those of several, which may be all scores of a model, are made
-    anew for every sweep.
+    The bits of floats, read as integers, have the order of the floats. There are three passes over the values: a
+    histogram of the upper 16 bits finds the upper bits of the threshold, a histogram of the lower 16 bits of values
+    with these upper bits finds the threshold itself, and the last pass writes the mask. Values that are not finite
+    are not noticed here: the norm of their gradient is not finite either. The integers of a single tensor are kept;
+    those of several tensors, which may be all scores of a model, are computed again in every pass.
 
     Args:
         flats (`Sequence[Tensor]`):
@@ -253,7 +254,7 @@ def keep_by_digits(flats: Sequence[Tensor], count: int, magnitude: bool = False)
         return kept or (_ordered_bits(piece, magnitude) for piece in pieces)
 
     def lower_digits() -> Iterator[Tensor]:
-        """Yield 1 plus the lower bits where the upper ones are those found; 0 below, _DIGITS + 1 above."""
+        """Yield 1 + the lower bits of values with the upper bits found; 0 for smaller, _DIGITS + 1 for larger ones."""
         for some in keys():
             yield some.add_(start).clamp_(0, _DIGITS + 1)
 
@@ -268,25 +269,25 @@ def keep_by_digits(flats: Sequence[Tensor], count: int, magnitude: bool = False)
         histograms[1].index_add_(0, digits, one.expand(len(digits)))
     at_most = histograms[1].cumsum(0)
     lower = torch.searchsorted(at_most, dropped, right=True)
-    wanted: Any = at_most.take(lower) - dropped  # so many ties stay
+    wanted: Any = at_most.take(lower) - dropped  # number of ties to keep
     mask = torch.empty(sum(map(len, flats)), dtype=torch.bool, device=flats[0].device)
     parts = mask.split([len(piece) for piece in pieces])
     for digits, part in zip(kept or lower_digits(), parts, strict=True):
         tie_ranks = (digits == lower).cumsum(0, dtype=torch.int32)
         torch.gt(
             digits.add_(tie_ranks <= wanted), lower, out=part
-        )  # a tie counts as one more, while some stay
+        )  # ties count as larger until enough of them are kept
         if len(pieces) > 1:
             wanted = wanted - tie_ranks[-1]
     return mask
 
 
 def _ordered_bits(flat: Tensor, magnitude: bool) -> Tensor:
-    """Return integers from 0 in the order of the values: in 32 bits, or in 64 where there are signs."""
+    """Return integers from 0 in the order of the values: in 32 bits, or in 64 for values with signs."""
     if magnitude:
         return flat.float().abs().view(torch.int32)
-    bits = (flat.float() + 0.0).view(torch.int32)  # + 0.0: no minus zero, which is a zero
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() + 2**31  # negative numbers the other way round
+    bits = (flat.float() + 0.0).view(torch.int32)  # + 0.0 turns -0.0 into 0.0
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() + 2**31  # reverses the order of negative numbers
 
 
 # -- other selections ----------------------------------------------------------------------------------
@@ -314,7 +315,8 @@ def keep_in_groups(scores: Tensor, few: int, many: int, dim: int) -> Tensor:
     [[True, True, False, False]]
     """
     groups = scores.detach().abs().unflatten(dim, (-1, many)).unbind(dim + 1)
-    ahead = [torch.zeros_like(groups[0], dtype=torch.uint8) for _ in groups]  # how many come before it
+    # For each member of a group: how many others rank before it.
+    ahead = [torch.zeros_like(groups[0], dtype=torch.uint8) for _ in groups]
     for second in range(many):
         for first in range(second):
             wins = groups[first] >= groups[second]
@@ -326,7 +328,7 @@ def keep_in_groups(scores: Tensor, few: int, many: int, dim: int) -> Tensor:
 def keep_by_chance(scores: Tensor, seed: int, name: str) -> Tensor:
     """Keep each weight with probability sigmoid(score), by a hash of its index, the seed, the name and all scores.
 
-    A step changes the scores, and with them every chance. To repeat it needs no state beside them.
+    A step changes the scores, and with them every random choice. To repeat the choice, only the scores are needed.
 
     Args:
         scores (`Tensor`):
@@ -340,10 +342,10 @@ def keep_by_chance(scores: Tensor, seed: int, name: str) -> Tensor:
         `Tensor`: the mask.
     """
     name_key = seed
-    for letter in name:  # by hand: torch.compile knows no hash of Python's
+    for letter in name:  # computed here: torch.compile does not know Python's hash
         name_key = (31 * name_key + ord(letter)) % 2**31
     flat = scores.detach().reshape(-1)
-    # A sum of integers has no order: the same on all devices and with any number of threads.
+    # A sum of integers does not depend on its order: it is the same on all devices, with any number of threads.
     key = (flat.view(torch.int32).sum(dtype=torch.int64) + name_key).to(torch.int32)
     kept, start = [], 0
     for part in flat.split(piece_size(flat)):
@@ -355,7 +357,7 @@ def keep_by_chance(scores: Tensor, seed: int, name: str) -> Tensor:
 
 
 def _hash(words: Tensor) -> Tensor:
-    """Mix 32 bits so that neighbours have nothing in common (the finaliser of MurmurHash3)."""
+    """Mix 32 bits: similar words give unrelated results (the finaliser of MurmurHash3)."""
     words = (words ^ ((words >> 16) & 0xFFFF)) * -2048144789
     words = (words ^ ((words >> 13) & 0x7FFFF)) * -1028477387
     return words ^ ((words >> 16) & 0xFFFF)

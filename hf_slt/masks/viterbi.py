@@ -3,13 +3,13 @@
     least_i(q) = min over j of cost_(i-1)(q + j * 2**(L-k))          the states that shift to q
     cost_i(s)  = least_i(s >> k) + (target_i - table[s]) ** 2
 
-Of equal costs the lowest state wins. A path bites its own tail: the state before the first weight is that after
-the last (`hf_slt/weights/trellis.py`). That state is found first, by a free search over the end and the beginning
-of the row; the whole row is then searched from it and back to it.
+Of equal costs the lowest state wins. A path is closed (tail-biting): the state before the first weight is the
+state after the last (`hf_slt/weights/trellis.py`). That state is found first, by a search without given ends over
+the end and the beginning of the row. Then the whole row is searched, with this state at both ends.
 
-Two versions give the same codes: one of torch operators, for any device, and a loop that Numba compiles, for a
-CPU. All of it is float32, each operation rounded by itself and in the same order. In the loop 32 rows go side
-by side, which fill vector registers; the costs of 256 states then just fit a core's first cache.
+Two versions give the same codes: one uses torch operators, for any device; the other is a loop that Numba compiles,
+for a CPU. Both compute in float32, with the same operations in the same order. The loop searches 32 rows at
+a time, which fill vector registers; the costs of 256 states then just fit into a core's first cache.
 """
 
 from collections.abc import Callable
@@ -23,8 +23,8 @@ from torch import Tensor
 
 from ..weights.trellis import memory_of
 
-LANES = 32  # rows side by side
-_SETTLED = 5  # times the memory of a state: after so many weights, paths from all starts have met
+LANES = 32  # rows at a time
+_SETTLED = 5  # after this many times the memory of a state, paths from all starts have met
 
 
 def nearest_path(targets: Tensor, table: Tensor, bits: int) -> Tensor:
@@ -49,11 +49,11 @@ Search = Callable[[Tensor, Tensor, int, Tensor | None], Tensor]
 
 
 def tail_biting(search: Search, targets: Tensor, table: Tensor, bits: int) -> Tensor:
-    """Return the codes of paths that end where they began, by a search from given states.
+    """Return the codes of paths that end in the state they begin with, found by the given search.
 
     Args:
         search (`Search`):
-            Finds the nearest paths, free ones or from and to given states.
+            Finds the nearest paths, with or without given states at both ends.
         targets (`Tensor`):
             What each weight should be, (rows, inputs), in units of the table.
         table (`Tensor`):
@@ -79,7 +79,7 @@ def tail_biting(search: Search, targets: Tensor, table: Tensor, bits: int) -> Te
 
 
 def searched_by_torch(targets: Tensor, table: Tensor, bits: int, ends: Tensor | None) -> Tensor:
-    """Return the codes of the nearest paths: free ones, or from and to the states `ends`.
+    """Return the codes of the nearest paths, with the states `ends` at both ends if they are given.
 
     Args:
         targets (`Tensor`):
@@ -128,7 +128,7 @@ def searched_by_torch(targets: Tensor, table: Tensor, bits: int, ends: Tensor | 
 
 
 def _compiled_search(targets: Tensor, table: Tensor, bits: int, ends: Tensor | None) -> Tensor:
-    """Return the same by the compiled loop, on as many threads as torch uses."""
+    """Return the same as `searched_by_torch`, computed by the compiled loop in as many threads as torch uses."""
     rows, length = targets.shape
     groups = -(-rows // LANES)
     lanes = torch.zeros(groups * LANES, length)
@@ -195,7 +195,7 @@ def search_groups(targets: Any, table: Any, bits: Any, ends: Any, codes: Any) ->
                 cost[state * lanes + lane] = 0.0 if end < 0 or end == state else np.inf
         for place in range(length):
             origin = came[place]
-            # One loop over states and rows at once, without a branch: compilers make vectors of it.
+            # One loop over states and rows, without a branch: compilers can vectorise it.
             first, second = cost[:width], cost[width : 2 * width]
             if branches == 2:
                 for at in range(width):

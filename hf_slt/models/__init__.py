@@ -1,1 +1,1 @@
-"""Supermask models of transformers: configuration, what all models can do, the classes of each architecture."""
+"""Supermask models of transformers: configurations, the common methods, and the classes of each architecture."""

@@ -4,9 +4,9 @@
     model  = AutoModelForCausalLM.from_config(config)                                    # SupermaskLlamaForCausalLM
 
 A configuration class is the stock one with `SupermaskConfigMixin` before it, a model class the stock one with
-`SupermaskMixin`. No forward is written here. What becomes of each parameter follows from its shape and its module:
-matrices, tables, kernels and the weights of experts are masked, each tensor by itself; norms keep their first
-gains and biases are zero, unless the options train them. `TRAITS` has the few things that shapes do not tell.
+`SupermaskMixin`. No forward is written here. The shape and the module of a parameter decide how it is made: matrices,
+tables, kernels and the weights of experts are masked, each tensor by itself; norms keep their initial gains and
+biases are zero, unless the options train them. `TRAITS` has the few facts that cannot be seen from shapes.
 
 Classes have ordinary names and are attributes of this module (and of `hf_slt`), so they can be imported and pickled:
 `from hf_slt import SupermaskLlamaForCausalLM`.
@@ -62,7 +62,7 @@ class Fused:
 
 @dataclass(frozen=True)
 class Traits:
-    """What shapes do not tell of an architecture.
+    """Facts about an architecture that cannot be seen from shapes.
 
     Args:
         query_key (`str`):
@@ -78,7 +78,7 @@ class Traits:
     fused: Fused | None = None
 
 
-# By the beginning of the stock model type; the longest that fits counts.
+# Keys are beginnings of stock model types; the longest that fits is used.
 TRAITS: dict[str, Traits] = {
     "": Traits(),
     "gemma": Traits(norm_gain=0.0),
@@ -113,11 +113,11 @@ class ArchitectureConfigMixin(SupermaskConfigMixin):
     """What every supermask configuration made here adds to its stock class."""
 
     options_class = ArchitectureOptions
-    warns_of_unknown = False  # stock configurations have attributes that are no fields
+    warns_of_unknown = False  # stock configurations have attributes that are not fields
     stock_config_class: type[PreTrainedConfig]
 
     def check_model(self) -> None:
-        """Raise `ValueError` where an option cannot be."""
+        """Raise `ValueError` for an impossible option."""
         if self.head_bias:
             raise ValueError("head_bias is an option of SupermaskGPT2Config only; leave it out")
 
@@ -174,7 +174,7 @@ class ArchitectureConfigMixin(SupermaskConfigMixin):
             `dict[str, ParameterPlan]`: plans by the path of the parameter.
         """
         tied = model.get_expanded_tied_weights_keys(all_submodels=True)
-        # What the stock class does not train is no random number: sinusoids, for example.
+        # Parameters that the stock class does not train are not random: sinusoids, for example.
         untrained = [path for path, one in model.named_parameters() if not one.requires_grad]
         kept = model.__dict__.setdefault("stock_parameters", frozenset(untrained))
         plans: dict[str, ParameterPlan] = {}
@@ -261,7 +261,7 @@ class ArchitectureMixin(SupermaskMixin):
 
     @classmethod
     def supermask_class_of(cls, stock_class: type) -> Any:
-        """Return the supermask class of a model within this one, or None if it is none of transformers'."""
+        """Return the supermask class of a model within this one, or None if the class is not from transformers."""
         is_stock = issubclass(stock_class, PreTrainedModel) and not issubclass(stock_class, SupermaskMixin)
         return supermask_class(stock_class) if is_stock else None
 
@@ -270,7 +270,7 @@ class ArchitectureMixin(SupermaskMixin):
         return _rebuild, (self.stock_class,), self.__dict__
 
     def post_init(self) -> None:
-        """Make the stock model one that learns, or a ticket; what only the stock class fills may be missing."""
+        """Turn the stock model into one that learns, or into a ticket. Keys that only it fills may be missing."""
         super().post_init()
         kept = self.__dict__.get("stock_parameters", ())
         model: Any = self
@@ -306,8 +306,8 @@ def supermask_config(config: PreTrainedConfig | None = None, **options: Any) -> 
 
     Args:
         config ([`PreTrainedConfig`], *optional*):
-            The stock configuration of any architecture of transformers. With an option `backbone`, a pretrained
-            checkpoint whose weights are to be masked, it is by default that of the checkpoint.
+            The stock configuration of any architecture of transformers. If the option `backbone` names a pretrained
+            checkpoint to mask, the default is the configuration of that checkpoint.
         options:
             The options of hf_slt: `seed`, `density`, `law`, `rule` and others, see [`SupermaskOptions`].
 
@@ -416,7 +416,7 @@ _GPT2_CLASSES = ("GPT2Model", "GPT2LMHeadModel", "GPT2ForSequenceClassification"
 
 
 def stock_models(stock_config_class: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (name of the Auto class, stock model class) for all that an architecture has.
+    """Yield (name of the Auto class, stock model class) for all model classes of an architecture.
 
     Args:
         stock_config_class:

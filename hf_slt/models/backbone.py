@@ -3,9 +3,9 @@
     config = supermask_config(backbone="openai-community/gpt2", density=0.95)
     model  = AutoModelForCausalLM.from_config(config)       # fetches the checkpoint as transformers does
 
-The checkpoint is loaded by the stock class, from safetensors only, and no code of it is run. A ticket names it, holds
-a digest of each of its tensors, and stores none of them. What the checkpoint does not have, such as a new head, is
-drawn from the seed.
+The checkpoint is loaded by the stock class, from safetensors only, and none of its code is run. A ticket stores its
+name and a digest of each of its tensors, but no tensor. Parameters that the checkpoint does not have, such as a new
+head, are drawn from the seed.
 """
 
 import json
@@ -27,7 +27,7 @@ from ..masks.plans import FixedPlan, MaskedPlan, ParameterPlan, TrainedPlan
 from ..weights.random_weights import PRETRAINED, TensorSpec
 
 _NOT_SIZES = {"dtype", "transformers_version", "architectures", "_name_or_path", "use_cache", "auto_map"}
-_LOADING = Lock()  # threads that draw share one load; transformers cannot load twice at a time
+_LOADING = Lock()  # transformers cannot load two models at a time; threads that draw wait for one load
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class BackbonePart:
         found = self.backbone.weights().get(self.parameter)
         if found is None:
             raise SLTError(
-                f"the checkpoint {self.backbone} has no {self.parameter}; it is not the one that is needed"
+                f"the checkpoint {self.backbone} has no {self.parameter}; give the right checkpoint as backbone="
             )
         if self.heads is not None:  # (head, tensor, row) to (tensor, head, row)
             inside = found.reshape(self.heads, 3, -1, *found.shape[1:])
@@ -175,7 +175,7 @@ def _parts_of(plan: MaskedPlan, path: str, backbone: Backbone) -> list[TensorSpe
 
 @lru_cache(maxsize=2)
 def _load(backbone: Backbone) -> tuple[dict[str, np.ndarray], str | None]:
-    """Return the parameters of a checkpoint, and its commit. What transformers had to fill is left out."""
+    """Return the parameters of a checkpoint, and its commit. Parameters that it does not have are left out."""
     stock_class = backbone.stock_class
     where = {"revision": backbone.revision} if backbone.revision else {}
     try:
@@ -196,7 +196,7 @@ def _load(backbone: Backbone) -> tuple[dict[str, np.ndarray], str | None]:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         raise SLTError(
             f"the pretrained weights {backbone} cannot be loaded as {stock_class.__name__}: {lines[0]} "
-            "(backbone= says where they are, a folder or a Hub name; they must be safetensors)"
+            "(give backbone= as a folder or a Hub name; the files must be safetensors)"
         ) from error
     missing = set(report["missing_keys"])
     found = {
@@ -209,7 +209,7 @@ def _load(backbone: Backbone) -> tuple[dict[str, np.ndarray], str | None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Load without a bar, and without a report of what a new head does not find."""
+    """Load without a progress bar, and without a report about the missing weights of a new head."""
     shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()

@@ -1,4 +1,4 @@
-"""The base of the mixins: nothing at run time, a model of transformers to a type checker."""
+"""The base of the mixins: `object` at run time, but a model of transformers for a type checker."""
 
 from typing import TYPE_CHECKING
 

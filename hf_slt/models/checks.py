@@ -1,4 +1,4 @@
-"""Whether a ticket describes a model: its files (see `tickets/verify.py`), and its tensors by its configuration."""
+"""Checks a ticket: its files (see `tickets/verify.py`), and whether its tensors are those of its configuration."""
 
 import os
 from collections.abc import Iterator
@@ -43,7 +43,9 @@ def check_tensors(header: Header, config: Any, *, sizes: bool = True) -> None:
     saved = saved[0] if isinstance(saved, list) and saved else None
     wanted, heads = config.stored_tensors(saved), config.head_tensors()
     for name in sorted((wanted.keys() ^ header.tensors.keys()) - heads.keys()):
-        raise ValueError(f"{name} is missing" if name in wanted else f"{name} is no tensor of such a model")
+        raise ValueError(
+            f"{name} is missing" if name in wanted else f"{name} is not a tensor of such a model"
+        )
     for name, entry in header.tensors.items():
         one = (wanted | heads)[name]
         fits = not sizes or entry.shape == one.tensor.shape
@@ -62,7 +64,7 @@ def check_tensors(header: Header, config: Any, *, sizes: bool = True) -> None:
 def verify_ticket(directory: str | os.PathLike, *, weights: bool = True) -> Header:
     """Check everything in a ticket's folder.
 
-    All that `tickets.verify.verify_files` checks of the files, and whether they describe a model of transformers.
+    These are the checks of `tickets.verify.verify_files`, and whether the files describe a model of transformers.
 
     Args:
         directory (`str` or `os.PathLike`):
@@ -93,7 +95,7 @@ def verify_ticket(directory: str | os.PathLike, *, weights: bool = True) -> Head
 def check_ticket(
     directory: str | os.PathLike, *, weights: bool = True
 ) -> tuple[list[TicketError], Header | None]:
-    """Find all that is wrong with a ticket's folder: its files, and whether they describe a model.
+    """Find everything that is wrong with a ticket's folder: its files, and whether they describe a model.
 
     Args:
         directory (`str` or `os.PathLike`):
@@ -115,7 +117,7 @@ def check_ticket(
 
 
 def _model_faults(directory: Path, ticket: Ticket, known: bool, weights: bool) -> Iterator[TicketError]:
-    """Yield where a ticket describes no model.
+    """Yield the reasons why a ticket describes no model.
 
     Args:
         directory (`Path`):
@@ -131,7 +133,7 @@ def _model_faults(directory: Path, ticket: Ticket, known: bool, weights: bool) -
         config = config_of(dict(ticket.header.config))
         check_tensors(ticket.header, config)
     except ValueError as error:
-        yield TicketError(f"{ticket.path}: metadata that describe no ticket ({error})")
+        yield TicketError(f"{ticket.path}: the metadata describe no ticket ({error})")
     else:
         if weights and config.backbone:
             yield from _backbone_faults(ticket, config)
@@ -151,7 +153,7 @@ def _model_faults(directory: Path, ticket: Ticket, known: bool, weights: bool) -
 
 
 def _backbone_faults(ticket: Ticket, config: Any) -> Iterator[TicketError]:
-    """Yield where the pretrained weights are not those that a ticket was made for; or that they are not there."""
+    """Yield an error if pretrained weights are missing, or are not those that a ticket was made for."""
     saved = ticket.header.config["architectures"][0]
     for name, one in config.stored_tensors(saved).items():
         if one.tensor.law == PRETRAINED and one.kind != "trained":
@@ -165,7 +167,7 @@ def _backbone_faults(ticket: Ticket, config: Any) -> Iterator[TicketError]:
 
 
 def read_generation_config(path: Path) -> GenerationConfig:
-    """Read a generation_config.json that may come from a stranger.
+    """Read an untrusted generation_config.json.
 
     Args:
         path (`Path`):
@@ -175,7 +177,7 @@ def read_generation_config(path: Path) -> GenerationConfig:
         `GenerationConfig`: the settings.
 
     Raises:
-        [`TicketError`]: if it is no generation configuration.
+        [`TicketError`]: if it is not a generation configuration.
     """
     try:
         return GenerationConfig.from_dict(read_json(path))
@@ -194,7 +196,7 @@ def config_of(facts: dict[str, Any]) -> Any:
         A supermask configuration.
 
     Raises:
-        [`TicketError`]: if it describes none.
+        [`TicketError`]: if it does not describe a supermask model.
     """
     name = facts.get("model_type")
     if not isinstance(name, str) or not name.startswith("supermask_"):

@@ -1,10 +1,11 @@
-"""The configuration of a supermask model: a stock configuration, and one nested object with all that is ours.
+"""The configuration of a supermask model: a stock configuration, and one nested object with all options of hf_slt.
 
     {"model_type": "supermask_gpt2", "n_embd": 512, ...,
      "supermask": {"seed": 7, "law": "normal", "rule": "edge_popup", "rule_options": {"density": 0.3}, ...}}
 
-Keywords may be given flat, and are read and set flat: `SupermaskGPT2Config(n_embd=512, density=0.3).density`.
-Files of version 0.1 have them flat too, and are read as they are.
+In Python the options are keywords and attributes like any other:
+`SupermaskGPT2Config(n_embd=512, density=0.3).density`. Files of version 0.1 have no nested object; they can still be
+read.
 """
 
 import copy
@@ -34,7 +35,7 @@ logger = logging.get_logger(__name__)
 # Options that belong to a mask. One backbone may have several masks.
 MASK_OPTIONS = ("rule", "rule_options", "factors", "search", "frozen_density", "mask_digest", "digest")
 _RULE_OPTIONS = frozenset(rule_option_names())
-# What a file says only where it differs from this.
+# Options that a file has only if they differ from these values.
 _LEFT_OUT = {
     "parameters": None,
     "trained_bits": 32,
@@ -42,7 +43,7 @@ _LEFT_OUT = {
     "backbone_revision": None,
     "new_parameters": None,
 }
-_FROM_FILE = "_hf_slt_from_file"  # marks keywords that come from a file: what is unknown there is kept
+_FROM_FILE = "_hf_slt_from_file"  # marks keywords of a file: unknown ones are kept, with a warning
 
 
 def option(default: Any, text: str) -> Any:
@@ -63,7 +64,7 @@ def option(default: Any, text: str) -> Any:
 @strict
 @dataclasses.dataclass(kw_only=True)
 class SupermaskOptions:
-    """All that a supermask model adds to a stock configuration.
+    """The options that a supermask model adds to a stock configuration.
 
     Every field with a help text is an option; `docs/options.md` lists them. The others are set by the library.
 
@@ -71,9 +72,9 @@ class SupermaskOptions:
         rule_options (`dict[str, Any]`, *optional*):
             Options of the rule by name. Those that are left out get the rule's defaults.
         factors (`list[float]`, *optional*):
-            The factor that each code stands for: all that a ticket needs to know of its rule.
+            The factor that each code stands for. A ticket needs nothing else from its rule.
         state_bits (`int`, *optional*):
-            Bits of a state where codes are a path through a trellis; otherwise absent from files.
+            Bits of a state, if codes are a path through a trellis. Otherwise files do not have this key.
         state (`Literal['scores', 'ticket']`, defaults to `"scores"`):
             `"scores"` for a model that learns, `"ticket"` for one whose masks are fixed.
         weight_generator (`str`, defaults to `GENERATOR`):
@@ -98,11 +99,11 @@ class SupermaskOptions:
     )
     rule_options: dict[str, Any] | None = None
     search: float | int = option(
-        1.0, "Fraction of each masked tensor that is searched. The seed decides what is kept of the rest."
+        1.0, "Fraction of each masked tensor that is searched. The seed decides which other weights are kept."
     )
     frozen_density: float | int | None = option(
         None,
-        "With search below 1: fraction kept of the weights that are not searched. Default: the rule's density;"
+        "With search below 1: fraction to keep of the weights that are not searched. Default: the rule's density;"
         " if it has none, 0.5 for rules that drop weights, else 1.",
     )
     law: str = option("normal", f"Distribution of the frozen weights: {', '.join(LAWS[:-1])} or {LAWS[-1]}.")
@@ -113,11 +114,11 @@ class SupermaskOptions:
     qk_scale: float | int | str = option(
         "paper", "Factor on query and key weights: a number, or paper for n_qk ** (1/4)."
     )
-    # In the blocks times sqrt(768 / n_embd), which keeps the size of what a layer puts out; in the embeddings
-    # times 768 / n_embd, which keeps the largest logit that a choice of their entries can reach: these add up
-    # like n_embd when a mask may pick them by sign, not like its root. Else narrow models stay at chance.
+    # The factor is sqrt(768 / n_embd) in the blocks, which keeps the size of the outputs of a layer. In the embeddings
+    # it is 768 / n_embd, which keeps the largest logit that a mask can reach: if a mask chooses entries by sign, their
+    # sum grows like n_embd, not like its root. Without these factors narrow models stay at chance.
     scale_with_width: bool = option(
-        False, "Fit initializer_range, made for width 768, to this width. Narrow models need it."
+        False, "Adapt initializer_range, which fits width 768, to this width. Narrow models need it."
     )
     layer_norm: bool | str = option(
         True, "Keep the LayerNorms; false removes them, as in the theory; trained learns their gains."
@@ -128,22 +129,22 @@ class SupermaskOptions:
     scale_bits: int = option(16, "Bits of a learned scale, gain or bias in the ticket: 32, 16 or 8.")
     head_bias: bool = option(False, "Learn a bias for the logit of every token.")
     embedding: Literal["masked", "frozen", "trained"] = option(
-        "masked", "Embeddings: masked as all weights, frozen (random, all kept) or trained and stored."
+        "masked", "Embeddings: masked like all weights, frozen (random, all kept) or trained and stored."
     )
     embedding_bits: int = option(32, "Bits of a trained embedding value in the ticket: 32, 8 or 4.")
     parameters: list[str] | None = option(  # noqa: RUF009 (the default is None)
         None,
-        "What single parameters are, by patterns of their stock names: PATTERN=masked, PATTERN=frozen (random, all"
-        " kept) or PATTERN=trained (and stored), as in *.mlp.*=frozen; the first that fits counts.",
+        "Kind of single parameters, by patterns of their stock names: PATTERN=masked, PATTERN=frozen (random, all"
+        " kept) or PATTERN=trained (and stored), such as *.mlp.*=frozen; the first pattern that fits counts.",
     )
-    trained_bits: int = option(32, "Bits of a value that parameters trains, in the ticket: 32, 16, 8 or 4.")
+    trained_bits: int = option(32, "Bits in the ticket of a value that parameters trains: 32, 16, 8 or 4.")
     backbone: str | None = option(
-        None, "A pretrained checkpoint, folder or Hub name: masks are over its weights, none are drawn."
+        None, "Pretrained checkpoint (folder or Hub name) whose weights are masked; none are drawn."
     )
     backbone_revision: str | None = option(None, "Branch, tag or commit of the backbone on the Hub.")
     # Set by the library.
-    factors: list[float] | None = None  # what codes stand for: all that a ticket needs to know of its rule
-    state_bits: int | None = None  # where codes are a path through a trellis; absent from files otherwise
+    factors: list[float] | None = None  # what codes stand for; a ticket needs nothing else from its rule
+    state_bits: int | None = None  # only if codes are a path through a trellis; otherwise not in files
     state: Literal["scores", "ticket"] = "scores"
     weight_generator: str = GENERATOR
     mask_digest: str | None = None
@@ -165,7 +166,7 @@ class SupermaskOptions:
         return make_rule(self.rule, self.rule_options or {})
 
     def apply_rule_defaults(self) -> None:
-        """Give the rule's options that were left out their defaults, and refuse those of other rules."""
+        """Fill in the defaults of the rule's options, and raise `ValueError` for options of other rules."""
         rule = self.make_rule()
         self.rule_options, self.factors = rule_options(rule), [float(one) for one in rule.factors]
         self.state_bits = rule.state_bits
@@ -174,7 +175,7 @@ class SupermaskOptions:
             self.frozen_density = self.rule_options.get("density") or densities[0]
 
     def check(self) -> None:
-        """Raise `ValueError`, naming the value and what to do, for an impossible option."""
+        """Raise `ValueError` for an impossible option. The message names the value and says what to do."""
         choices: dict[str, tuple] = {
             "law": LAWS,
             "embedding_law": (None, *LAWS),
@@ -204,8 +205,8 @@ class SupermaskOptions:
         require(0 < search <= 1, f"search {search} is not in (0, 1]: it is the fraction of weights searched")
         require(
             kept is None or (0 <= kept <= 1 and search < 1),
-            f"frozen_density {kept} is the fraction kept, 0 to 1, of what is not searched; give a search below "
-            "1 as well",
+            f"frozen_density {kept}: it is the fraction to keep, 0 to 1, of the weights that are not searched; "
+            "give a search below 1 as well",
         )
         factors = self.factors or []
         numbers = {one for one in factors if type(one) is float and math.isfinite(one)}
@@ -245,7 +246,7 @@ class SupermaskConfigMixin:
     """
 
     options_class: ClassVar[type[SupermaskOptions]] = SupermaskOptions
-    warns_of_unknown: ClassVar[bool] = True  # of keys in a file that are no options
+    warns_of_unknown: ClassVar[bool] = True  # whether to warn of keys in a file that are not options
     supermask: Any
     architectures: Any
     auto_classes: Callable[[], dict[str, str]]
@@ -254,7 +255,7 @@ class SupermaskConfigMixin:
 
     def __post_init__(self, **kwargs: Any) -> None:
         from_file = kwargs.pop(_FROM_FILE, False)
-        kwargs.pop(VERSION_KEY, None)  # says which version wrote a dictionary, and is no option
+        kwargs.pop(VERSION_KEY, None)  # the version that wrote the dictionary; not an option
         nested = self.__dict__.get("supermask")
         if nested is not None and not isinstance(nested, dict):
             raise ValueError(f"supermask {nested!r} is not an object of options")
@@ -265,10 +266,10 @@ class SupermaskConfigMixin:
         given = _known_fields(type(self))
         unknown = sorted(name for name in kwargs if name in self.__dict__ and name not in given)
         for name in unknown:
-            if name == "model_type":  # of the class, and in every file
+            if name == "model_type":  # an attribute of the class, but every file has it
                 continue
             if from_file and hasattr(type(self), name):
-                raise ValueError(f"{name!r} is no option, and is needed for other things")
+                raise ValueError(f"{name!r} is not an option; the name is used for something else")
             if not from_file:
                 known = [*given, *_option_names(type(self))]
                 near = difflib.get_close_matches(name, known, n=1)
@@ -276,7 +277,7 @@ class SupermaskConfigMixin:
                 raise ValueError(f"unknown option {name!r} for {type(self).__name__}; {hint}")
             if name != "auto_map" and self.warns_of_unknown:  # the former is written by the Auto classes
                 logger.warning(
-                    f"the configuration holds {name!r}, which is no option of {type(self).__name__}"
+                    f"the configuration holds {name!r}, which is not an option of {type(self).__name__}"
                 )
         self._set_options(nested or {}, flat)
         if not from_file:
@@ -305,7 +306,7 @@ class SupermaskConfigMixin:
                 options[name] = read_patterns(value)
             elif name in names:
                 options[name] = value
-            elif value is not None:  # of the rule; 0.1 wrote a null for the options of other rules
+            elif value is not None:  # an option of the rule; version 0.1 wrote null for those of other rules
                 rule[name] = value
         self.supermask = dataclasses.asdict(self.options_class(**{**options, "rule_options": rule}))
         if self.supermask["state_bits"] is None:
@@ -313,7 +314,7 @@ class SupermaskConfigMixin:
         self.check_model()
 
     def check_model(self) -> None:
-        """Raise `ValueError` where the options do not fit the stock configuration."""
+        """Raise `ValueError` if the options do not fit the stock configuration."""
 
     @property
     def options(self) -> Any:
@@ -331,7 +332,7 @@ class SupermaskConfigMixin:
     # -- tensors and plans
 
     def plans_of(self, model: Any) -> dict[str, ParameterPlan]:
-        """Return how each parameter of a stock model is made: by the options, by its name, over the backbone.
+        """Return how each parameter of a stock model is made, from the options, its name, and the backbone.
 
         Args:
             model ([`PreTrainedModel`]):
@@ -362,7 +363,7 @@ class SupermaskConfigMixin:
         return plans | own
 
     def find_backbone(self, model: Any) -> Backbone:
-        """Return the backbone for a model. What it does not have, and its commit, are noted in the options.
+        """Return the backbone for a model. Its commit, and the parameters that it lacks, are added to the options.
 
         Args:
             model ([`SupermaskMixin`]):
@@ -384,7 +385,7 @@ class SupermaskConfigMixin:
 
         Args:
             tensors ([`TensorSpec`]):
-                What it consists of.
+                The tensors that it consists of.
             axis (`int`, defaults to 0):
                 The axis along which they lie.
             heads (`int`, *optional*):
@@ -415,7 +416,9 @@ class SupermaskConfigMixin:
         """
         known = self.auto_classes()
         if saved is not None and saved not in known.values():
-            raise ValueError(f"architectures {saved!r} is none of {', '.join(sorted(set(known.values())))}")
+            raise ValueError(
+                f"architectures {saved!r} is not one of {', '.join(sorted(set(known.values())))}"
+            )
         with torch.device("meta"):
             return self.model_class(saved or known["AutoModel"])(self).stored_tensors()
 
@@ -428,14 +431,14 @@ class SupermaskConfigMixin:
         return {}
 
     def __getattr__(self, name: str) -> Any:
-        # Only called for names that are no attribute of the configuration: those of our options.
+        # Python calls this only for names that are not attributes of the configuration: those of our options.
         nested = self.__dict__.get("supermask")
         if nested is not None:
             if name in nested:
                 return nested[name]
             if name in (nested.get("rule_options") or {}):
                 return nested["rule_options"][name]
-            if name in _RULE_OPTIONS or name == "state_bits":  # of another rule than this
+            if name in _RULE_OPTIONS or name == "state_bits":  # an option of another rule
                 return None
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
@@ -469,7 +472,7 @@ class SupermaskConfigMixin:
         return {**super().to_diff_dict(), VERSION_KEY: __version__}  # type: ignore[misc]
 
     def _get_generation_parameters(self) -> dict[str, Any]:
-        # transformers refuses to save those; an option of a rule may have the name of one, as temperature.
+        # transformers does not save generation parameters; an option of a rule may have such a name (temperature).
         found = super()._get_generation_parameters()  # type: ignore[misc]
         ours = {*self.supermask, *self.supermask["rule_options"]}
         return {name: value for name, value in found.items() if name not in ours}
@@ -478,7 +481,7 @@ class SupermaskConfigMixin:
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """Build a configuration from a dictionary, as in transformers.
 
-        A key of a file that is no option is kept, with a warning.
+        A key of a file that is not an option is kept, with a warning.
 
         Args:
             config_dict (`dict[str, Any]`):
@@ -490,7 +493,7 @@ class SupermaskConfigMixin:
             The configuration.
 
         Raises:
-            [`TicketError`]: for anything that no model can have.
+            [`TicketError`]: if no model can have this configuration.
         """
         try:
             facts = {name: value for name, value in config_dict.items() if name != VERSION_KEY}

@@ -1,13 +1,13 @@
-"""Supermask GPT-2: stock GPT-2 whose weights follow from a seed and a mask, and what only GPT-2 has.
+"""Supermask GPT-2: stock GPT-2 whose weights follow from a seed and a mask, and options that only GPT-2 has.
 
-A tensor is known by its name, which is stock GPT-2's, relative to the base model ("h.0.attn.c_proj"). Query, key
-and value, which stock GPT-2 lays side by side in one matrix, have names of their own ("h.0.attn.c_attn.query"):
+A tensor has the name of stock GPT-2, relative to the base model ("h.0.attn.c_proj"). Query, key and value,
+which stock GPT-2 has side by side in one matrix, have names of their own ("h.0.attn.c_attn.query"):
 
     spec   = config.tensor(name)       # name, shape, seed, law, scale, factors
     weight = spec.draw()
 
-Beyond the options of every supermask model: query/key and value widths of their own (the theory of strong
-lottery tickets needs wide heads), no LayerNorm, a low-rank token embedding, a bias of the logits.
+In addition to the options of every supermask model there are: query/key and value widths of their own (the theory of
+strong lottery tickets needs wide heads), no LayerNorm, a low-rank token embedding, and a bias of the logits.
 """
 
 import copy
@@ -47,7 +47,7 @@ from .modeling import SupermaskMixin
 _GPT2_WIDTH = 768  # the width that GPT-2's initializer_range of 0.02 was made for
 _EMBEDDINGS = ("wte", "wte.rows", "wpe", "lm_head")  # an untied head follows the embeddings
 _VECTORS = ("scale", "ln_1", "ln_2", "ln_f", "head_bias")  # rows of trained numbers
-_INPUTS_FIRST = ("h.", "wte.basis")  # how names of tensors begin that are (inputs, outputs), as Conv1D
+_INPUTS_FIRST = ("h.", "wte.basis")  # tensors whose names begin so are (inputs, outputs), as in Conv1D
 
 
 @strict
@@ -67,11 +67,11 @@ class SupermaskGPT2Config(SupermaskConfigMixin, GPT2Config):
 
     Args:
         supermask (`dict`, *optional*):
-            All options that are not stock GPT-2's, in one object. Each may also be given as a keyword; the help
-            of [`GPT2Options`] says what it is. Of the laws, `"normal"` is GPT-2's, with std
+            All options that stock GPT-2 does not have, in one object. Each may also be given as a keyword; the help
+            of [`GPT2Options`] explains them. The law `"normal"` is that of GPT-2, with standard deviation
             `initializer_range`, divided by sqrt(2 n_layer) for the two projections into the residual stream;
-            `"signed_constant"` is plus or minus that std; `"uniform"` is U[-1, 1], as the theory of strong
-            lottery tickets asks; `"xavier_uniform"` is U[-b, b], b = sqrt(6 / (rows + columns)).
+            `"signed_constant"` is plus or minus that deviation; `"uniform"` is U[-1, 1], as the theory of strong
+            lottery tickets assumes; `"xavier_uniform"` is U[-b, b], b = sqrt(6 / (rows + columns)).
         kwargs:
             Options of [`GPT2Config`].
 
@@ -88,11 +88,11 @@ class SupermaskGPT2Config(SupermaskConfigMixin, GPT2Config):
     supermask: Any = None
 
     def check_model(self) -> None:
-        """Raise `ValueError` where an option cannot be."""
+        """Raise `ValueError` for an impossible option."""
         for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
             setattr(
                 self, name, getattr(self, name) + 0.0
-            )  # a file then has a float, as every version reads it
+            )  # the file then has a float, which every version can read
         choices: dict[str, tuple] = {
             "activation_function": tuple(ACT2FN),
             "add_cross_attention": (False,),
@@ -109,7 +109,7 @@ class SupermaskGPT2Config(SupermaskConfigMixin, GPT2Config):
             require(0 <= share <= 1, f"{name} {share} is not in 0 .. 1: it is a probability")
         require(
             getattr(self.dtype, "is_floating_point", self.dtype is None),
-            f"dtype {self.dtype} is none of float",
+            f"dtype {self.dtype} is not a floating-point type",
         )
         if (rank := self.embedding_rank) is not None:
             require(0 < rank <= self.n_embd, f"embedding_rank {rank} is not in 1 .. n_embd {self.n_embd}")
@@ -191,7 +191,7 @@ class SupermaskGPT2Config(SupermaskConfigMixin, GPT2Config):
     # -- tensors by name
 
     def tensor_names(self) -> list[str]:
-        """Return the names of all tensors of the base model. A head of its own comes beside them.
+        """Return the names of all tensors of the base model, without those of an untied head.
 
         Returns:
             `list[str]`: the names, such as `"h.0.attn.c_attn.query"`.
@@ -211,7 +211,7 @@ class SupermaskGPT2Config(SupermaskConfigMixin, GPT2Config):
                 Names of tensors.
 
         Returns:
-            `list[str]`: a name for each masked tensor among them; nothing if no scales are learned.
+            `list[str]`: a name for each masked tensor among them. The list is empty if no scales are learned.
         """
         masked = [name for name in names if self.scales != "none" and self.kind_of(name) == "masked"]
         return [f"{name}.scale" for name in masked]
@@ -231,7 +231,7 @@ class SupermaskGPT2Config(SupermaskConfigMixin, GPT2Config):
 
     @property
     def _is_mixed(self) -> bool:
-        """Whether names of tensors are not enough to know what they are."""
+        """Whether the kind of a tensor cannot be seen from its name alone."""
         return bool(self.parameters or self.backbone)
 
     def model_class(self, name: str) -> Any:
@@ -269,7 +269,7 @@ class SupermaskGPT2Config(SupermaskConfigMixin, GPT2Config):
         )
 
     def kind_of(self, name: str) -> Literal["masked", "frozen", "trained"]:
-        """Return what becomes of a tensor: masked, frozen (all of it kept) or trained (its values stored).
+        """Return the kind of a tensor: masked, frozen (all of it is kept) or trained (its values are stored).
 
         Args:
             name (`str`):
@@ -359,10 +359,10 @@ class SupermaskGPT2Config(SupermaskConfigMixin, GPT2Config):
                 scale *= widening if embedding else math.sqrt(widening)
             if leaf == "c_proj":
                 scale /= math.sqrt(2 * self.n_layer)
-            if leaf == "basis":  # what it makes of a row is as large as the row
+            if leaf == "basis":  # rows keep their size when they are multiplied by the basis
                 scale = 1 / math.sqrt(self.embedding_rank or 1)
         if leaf in ("query", "key"):
-            # Two square roots: IEEE rounds them alike everywhere, which pow() does not promise.
+            # Two square roots: IEEE rounds them in the same way everywhere, unlike pow().
             paper = math.sqrt(math.sqrt(self.qk_width))
             scale *= paper if isinstance(self.qk_scale, str) else self.qk_scale
         return law, scale
@@ -411,7 +411,7 @@ class SupermaskGPT2Config(SupermaskConfigMixin, GPT2Config):
         return self.masked_plan(*(self.tensor(name) for name in names), axis=1 if len(names) > 1 else 0)
 
 
-# What version 0.1 called the scales, gains, biases and low-rank tables of a model that learns; one after the other.
+# Names of version 0.1 for scales, gains, biases and low-rank tables of a model that learns. Applied in this order.
 _NAMES_OF_0_1 = {
     r"scale\.values$": "scale",
     r"\.gain\.values$": ".values",
@@ -435,7 +435,7 @@ class FreeWidthAttention(GPT2Attention):
     """
 
     def __init__(self, config: SupermaskGPT2Config, layer_idx: int) -> None:
-        nn.Module.__init__(self)  # the stock constructor wants one width for all
+        nn.Module.__init__(self)  # the stock constructor allows only one width
         self.config, self.layer_idx = config, layer_idx
         self.is_causal, self.is_cross_attention = True, False
         self.num_heads = config.n_head
@@ -475,7 +475,7 @@ class FreeWidthAttention(GPT2Attention):
 
 
 class SupermaskGPT2Mixin(SupermaskMixin):
-    """What the supermask classes of GPT-2 share: its extras.
+    """What the supermask classes of GPT-2 share: the options that only GPT-2 has.
 
     Args:
         config ([`SupermaskGPT2Config`]):
@@ -487,7 +487,7 @@ class SupermaskGPT2Mixin(SupermaskMixin):
     config: SupermaskGPT2Config
 
     def __init__(self, config: SupermaskGPT2Config) -> None:
-        self._config = config  # of the model; the stock constructor may be given another
+        self._config = config  # the real one; the stock constructor may get another
         super().__init__(_divisible(config))
 
     @classmethod
@@ -496,7 +496,7 @@ class SupermaskGPT2Mixin(SupermaskMixin):
         return SupermaskGPT2Model if stock_class is GPT2Model else None
 
     def adapt_structure(self) -> None:
-        """Put in free head widths and a bias of the logits, and take LayerNorms out, as the options say."""
+        """Add free head widths and a bias of the logits, and remove LayerNorms, as the options say."""
         model: Any = self
         config = self.__dict__.pop("_config", self.config)
         if self.config is not config:
@@ -507,7 +507,7 @@ class SupermaskGPT2Mixin(SupermaskMixin):
             for index, block in enumerate(model.base_model.h):
                 block.attn = FreeWidthAttention(config, index)
         if config.qk_width != config.v_width:
-            self._supports_flash_attn = False  # its kernels take one head width
+            self._supports_flash_attn = False  # its kernels need one head width
         if not config.layer_norm:
             for path, module in list(model.named_modules()):
                 if isinstance(module, nn.LayerNorm):
@@ -522,7 +522,7 @@ class SupermaskGPT2Mixin(SupermaskMixin):
 
 
 def _divisible(config: SupermaskGPT2Config) -> SupermaskGPT2Config:
-    """Return a configuration that the stock constructor accepts: it refuses heads that do not divide the width."""
+    """Return a configuration that the stock constructor accepts: n_head must divide n_embd."""
     if config.n_embd % config.n_head == 0:
         return config
     stock = copy.deepcopy(config)
@@ -560,7 +560,7 @@ class SupermaskGPT2LMHeadModel(SupermaskGPT2Mixin, GPT2LMHeadModel):
 
     def __init__(self, config: SupermaskGPT2Config) -> None:
         super().__init__(config)
-        # By family, because the class name does not tell: else Trainer scales the loss by (length - 1) / length.
+        # Trainer cannot see this from our class name. Without it, it would scale the loss by (length - 1) / length.
         self.loss_type = "ForCausalLM"
         if not self.is_ticket:
             self.loss_function = causal_lm_loss

@@ -1,11 +1,11 @@
-"""The loss of a language model, over a vocabulary in pieces that stay in a core's cache.
+"""The loss of a language model, computed in pieces that stay in a core's cache.
 
     loss     = -mean over tokens of log softmax(logits)[label]          # transformers' ForCausalLMLoss
     gradient = softmax(logits) - (1 at the label), of each token
 
-torch's cross entropy keeps the log-probabilities for its backward, and makes two more tensors as large there;
-with 50257 tokens to choose from, such memory, fresh at every step, costs more than the arithmetic. Here the
-logits alone are kept, and the probabilities of a few tokens at a time are computed twice.
+torch's cross entropy keeps the log-probabilities for its backward, which makes two more tensors of that size.
+With a vocabulary of 50257 tokens, allocating so much memory at every step costs more than the arithmetic. Here
+only the logits are kept, and the probabilities of a few tokens at a time are computed twice.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from ..errors import SLTError
 from ..masks.selection import piece_size
 
-_FEW = 16  # pieces: below 16 the allocator reuses memory, so that pieces gain nothing
+_FEW = 16  # below 16 pieces the allocator reuses memory, so pieces gain nothing
 
 
 def causal_lm_loss(logits: Tensor, labels: Tensor | None, vocab_size: int, **kwargs) -> Tensor:
@@ -44,9 +44,9 @@ def causal_lm_loss(logits: Tensor, labels: Tensor | None, vocab_size: int, **kwa
 
 
 def explain_missing_gradient(_model: nn.Module, _arguments: Any, output: Any) -> None:
-    """Let `backward()` of the loss of a ticket raise `SLTError`: nothing is trainable. A forward hook.
+    """Make `backward()` of the loss of a ticket raise `SLTError`, because nothing is trainable. A forward hook.
 
-    Where an adapter or a new head is trained, the loss has a gradient and stays as it is.
+    If an adapter or a new head is trained, the loss has a gradient and is not changed.
 
     Args:
         output:
@@ -60,7 +60,7 @@ def explain_missing_gradient(_model: nn.Module, _arguments: Any, output: Any) ->
 
 
 class NothingLearns(torch.autograd.Function):
-    """A number whose derivative is an explanation."""
+    """Returns its input unchanged. The backward pass raises an error that explains why nothing learns."""
 
     @staticmethod
     def forward(ctx, loss: Tensor, _: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ class TokenLosses(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         logits, labels = ctx.saved_tensors
         places, shares = labels.unsqueeze(1), grad.unsqueeze(1)
-        if torch.is_grad_enabled():  # it will be differentiated again, or torch.func is at work
+        if torch.is_grad_enabled():  # the gradient is differentiated again, or torch.func is running
             return (_slopes(logits, labels) * shares).to(logits.dtype), None
         result, rows = torch.empty_like(logits), _rows(logits)
         pieces = (one.split(rows) for one in (logits, result, places, shares))

@@ -1,11 +1,11 @@
-"""What every supermask model can do beyond its stock class: learn masks, be a ticket, load, save, merge.
+"""What every supermask model adds to its stock class: learning masks, tickets, loading, saving, merging.
 
 A supermask model is a stock model of transformers in one of two states, `config.state`:
 
     "scores"    it learns: its weights are computed from frozen numbers and scores (hf_slt/masks)
     "ticket"    it is fixed: its weights are ordinary frozen parameters, filled from a seed and stored masks
 
-No forward is ours in either state. The stored masks of a ticket stay beside the model, in `ticket_arrays`, for
+In both states the forward is that of the stock model. A ticket also keeps its stored masks, in `ticket_arrays`, for
 saving it again and for switching to another mask.
 
 Loading a ticket:
@@ -77,7 +77,11 @@ from .resizing import ResizingMixin
 from .ternary import TernaryLayer, TernaryMixin
 
 _DOWNLOAD_OPTIONS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
-_WRAPPED = ("base_layer", "original_module", "token_adapter")  # where modules of PEFT keep the one they wrap
+_WRAPPED = (
+    "base_layer",
+    "original_module",
+    "token_adapter",
+)  # attributes of PEFT modules: the wrapped module
 _DIGESTS = ("mask_digest", "digest")
 _HUB_OPTIONS = ("repo_id", "commit_message", "private", "token", "revision", "create_pr")
 
@@ -93,22 +97,22 @@ class SupermaskMixin(NamedMasksMixin, ResizingMixin, TernaryMixin):
     stock_class: ClassVar[type[PreTrainedModel]]
     renamed_parameters: ClassVar[
         Mapping[str, str]
-    ] = {}  # pattern of an older name of what is learned: its name now
+    ] = {}  # pattern of the older name of a learned tensor -> its present name
     config: Any
     config_class: Any
     _keep_in_fp32_modules_strict: Any
-    ticket_arrays: dict[str, np.ndarray]  # of a ticket: packed codes and trained values, by tensor name
+    ticket_arrays: dict[str, np.ndarray]  # tickets only: packed codes and trained values, by tensor name
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         stock: Any = cls.__dict__.get("stock_class")
-        if hasattr(stock, "generate"):  # not all models write
+        if hasattr(stock, "generate"):  # not all models generate text
             cls.generate = _generate  # type: ignore[attr-defined]
 
     # -- building the model
 
     def post_init(self) -> None:
-        """Make the stock model that was just built one that learns, or a ticket."""
+        """Turn the stock model that was just built into one that learns, or into a ticket."""
         self.adapt_structure()
         for _, module in self.named_modules():
             supermask = self.supermask_class_of(type(module))
@@ -134,7 +138,7 @@ class SupermaskMixin(NamedMasksMixin, ResizingMixin, TernaryMixin):
         self.describe_parameters()
 
     def adapt_structure(self) -> None:
-        """Change the modules of the stock model where an option of the configuration wants it."""
+        """Change modules of the stock model if options of the configuration say so."""
 
     @classmethod
     def supermask_class_of(cls, stock_class: type) -> Any:
@@ -150,7 +154,7 @@ class SupermaskMixin(NamedMasksMixin, ResizingMixin, TernaryMixin):
         return None
 
     def make_plans(self) -> dict[str, ParameterPlan]:
-        """Return how each parameter is made, by its path. The configuration knows.
+        """Return how each parameter is made, by its path. The configuration decides this.
 
         Returns:
             `dict[str, ParameterPlan]`: plans by the path of the parameter.
@@ -164,7 +168,7 @@ class SupermaskMixin(NamedMasksMixin, ResizingMixin, TernaryMixin):
         return {path: plan for path, plan in found.items() if not isinstance(plan, TiedPlan)}
 
     def attach_plans(self, plans: Mapping[str, ParameterPlan]) -> None:
-        """Let the modules of a ticket know how their parameters are made.
+        """Store in the modules of a ticket how their parameters are made.
 
         Args:
             plans (`Mapping[str, ParameterPlan]`):
@@ -175,7 +179,7 @@ class SupermaskMixin(NamedMasksMixin, ResizingMixin, TernaryMixin):
             attach_plan(self._stock_module(owner), name, plan)
 
     def _stock_module(self, path: str) -> nn.Module:
-        """Return the module that a stock model has at a path. An adapter of PEFT wraps it."""
+        """Return the stock module at a path, also if an adapter of PEFT wraps it."""
         module: Any = self
         for part in path.split(".") if path else ():
             module = getattr(module, part)
@@ -195,7 +199,7 @@ class SupermaskMixin(NamedMasksMixin, ResizingMixin, TernaryMixin):
             [`SLTError`]: if a parameter is offloaded.
         """
 
-        @torch.no_grad()  # every thread has a setting of its own
+        @torch.no_grad()  # needed here: every thread has its own setting
         def fill(one: tuple[str, nn.Module, str, ParameterPlan]) -> None:
             path, module, name, plan = one
             names = {one.tensor.name for one in plan.stored_tensors()}
@@ -221,7 +225,7 @@ class SupermaskMixin(NamedMasksMixin, ResizingMixin, TernaryMixin):
             head.set_weight(model.get_input_embeddings().weight)
 
     def describe_parameters(self) -> None:
-        """Tell transformers and torch what must stay in float32, and what no process needs to send."""
+        """Tell transformers and torch which tensors must stay in float32, and which need not be sent."""
         planned = [(path, name, plan) for path, _, name, plan in parameter_plans(self)]
         if self.is_ticket:
             frozen = [f"{path}.{name}" for path, name, _ in planned]
@@ -232,7 +236,7 @@ class SupermaskMixin(NamedMasksMixin, ResizingMixin, TernaryMixin):
             self._keep_in_fp32_modules_strict |= {
                 one for _, name, plan in planned for one in plan.float32_names(name)
             }
-        # Every process draws the same weights; DDP would send them round before each forward.
+        # Every process draws the same weights. Otherwise DDP would send them before each forward.
         self._ddp_params_and_buffers_to_ignore = frozen
 
     def _inner_models(self) -> Iterator[tuple[str, Any]]:
@@ -242,7 +246,7 @@ class SupermaskMixin(NamedMasksMixin, ResizingMixin, TernaryMixin):
         return next(parameter_plans(self), None) is not None
 
     def _share_arrays(self, arrays: dict[str, np.ndarray]) -> None:
-        """Let this model and those within it have the same stored arrays."""
+        """Give this model and the models within it the same stored arrays."""
         for _, model in self._inner_models():
             model.ticket_arrays = arrays
 
@@ -259,7 +263,7 @@ class SupermaskMixin(NamedMasksMixin, ResizingMixin, TernaryMixin):
 
     @classmethod
     def is_custom_code(cls) -> bool:
-        """Return False: our `_init_weights` respects what is filled already, as those of transformers do.
+        """Return False: like those of transformers, our `_init_weights` does not change what is filled already.
 
         Returns:
             `bool`: False.
@@ -313,14 +317,14 @@ class SupermaskMixin(NamedMasksMixin, ResizingMixin, TernaryMixin):
                 plan.source = value
 
     def _refuse_replaced_modules(self) -> None:
-        """Raise `SLTError` where a module was replaced by one that does not follow from seed and mask."""
+        """Raise `SLTError` if a module was replaced by one whose weights do not follow from seed and mask."""
         found = self.stored_tensors()
         for name in self.config.stored_tensors(type(self).__name__):
             if name not in found:
                 raise SLTError(
                     f"{name} was replaced by a module whose weights follow from no seed, which neither a ticket "
                     "nor a checkpoint of scores can store; change the vocabulary by resize_token_embeddings, or "
-                    "replace the module in what merge_and_unload() of the ticket gives"
+                    "replace the module in the stock model that merge_and_unload() of the ticket returns"
                 )
 
     def stored_tensors(self) -> dict[str, StoredTensor]:
@@ -352,8 +356,8 @@ class SupermaskMixin(NamedMasksMixin, ResizingMixin, TernaryMixin):
         """Return every mask by tensor name.
 
         Returns:
-            `dict[str, np.ndarray]`: codes in the shape of the tensor, booleans where the factors are 0 and 1.
-            Where only a share of a tensor is searched, the codes are a row.
+            `dict[str, np.ndarray]`: codes in the shape of the tensor, booleans if the factors are 0 and 1. If
+            only a part of a tensor is searched, the codes are a row.
         """
         arrays = self.stored_arrays()
         return {
@@ -370,7 +374,7 @@ class SupermaskMixin(NamedMasksMixin, ResizingMixin, TernaryMixin):
             config ([`SupermaskConfigMixin`]):
                 Configuration of the model.
             masks (`Mapping[str, np.ndarray]`):
-                As `mask_arrays` returns them. All that the configuration has are needed.
+                As `mask_arrays` returns them. Every masked tensor of the configuration needs one.
 
         Returns:
             The ticket, a model in memory.
@@ -412,10 +416,10 @@ class SupermaskMixin(NamedMasksMixin, ResizingMixin, TernaryMixin):
         return state
 
     def to_ticket(self) -> Any:
-        """Return the model as a ticket, in memory: a stock model in structure, its weights fixed.
+        """Return the model as a ticket, in memory. It has the structure of the stock model, and fixed weights.
 
         Returns:
-            A model of the same class with `config.state == "ticket"`. Of a ticket, a copy.
+            A model of the same class with `config.state == "ticket"`. If this is a ticket already, a copy.
         """
         if self.is_ticket and not self.is_ternary:
             return copy.deepcopy(self)
@@ -425,7 +429,7 @@ class SupermaskMixin(NamedMasksMixin, ResizingMixin, TernaryMixin):
         return ticket.to(self.device, self.dtype)
 
     def merge_and_unload(self) -> PreTrainedModel:
-        """Return the stock model with the masked weights: same logits, no code of ours, ordinary size.
+        """Return the stock model with the masked weights: the same logits, no code of hf_slt, ordinary size.
 
         Returns:
             `PreTrainedModel`: a model of the stock class, such as `GPT2LMHeadModel`. It can be saved, exported and
@@ -460,7 +464,7 @@ class SupermaskMixin(NamedMasksMixin, ResizingMixin, TernaryMixin):
 
         Args:
             pretrained_model_name_or_path (`str` or `os.PathLike`):
-                A folder, a Hub name, or a mask file by itself, whose header rebuilds the model.
+                A folder, a Hub name, or just a mask file, whose header describes the whole model.
             args:
                 As in transformers.
             mask (`str` or `os.PathLike`, *optional*):
@@ -493,13 +497,13 @@ class SupermaskMixin(NamedMasksMixin, ResizingMixin, TernaryMixin):
         ticket, generation = read_unchanged(source, lambda: cls._read_ticket(source, download_kwargs))
         if ticket is None:
             if mask is not None:
-                raise TicketError(f"{source}: not a ticket; mask= puts another mask on one")
+                raise TicketError(f"{source}: not a ticket; mask= works only with a ticket")
             return read_unchanged(source, lambda: cls._load_scores(source, download_kwargs, *args, **kwargs))
         if not isinstance(config, PreTrainedConfig):
             dtype: dict = {name: kwargs.pop(name) for name in ("dtype", "torch_dtype") if name in kwargs}
             facts = cls.config_class.get_config_dict(config)[0] if config else dict(ticket.header.config)
             config, kwargs = cls.config_class.from_dict(facts, return_unused_kwargs=True, **kwargs)
-            kwargs |= dtype  # the model's; that of the configuration is the file's
+            kwargs |= dtype  # dtype of the model; that of the configuration is the one in the file
         if mask is not None:
             elsewhere = {**download_kwargs, "revision": None, "subfolder": None}
             ticket = read_fitting_ticket(mask, ticket.header.config, **elsewhere)
@@ -523,7 +527,7 @@ class SupermaskMixin(NamedMasksMixin, ResizingMixin, TernaryMixin):
         """Load the backbone, if there is one, while nothing else is being loaded."""
         if config.backbone and config.new_parameters is None:
             with torch.device("meta"):
-                cls(config)  # notes what the backbone does not have
+                cls(config)  # adds to the options which parameters the backbone lacks
         elif config.backbone:
             Backbone.of(config, cls.stock_class).weights()
 
@@ -543,7 +547,7 @@ class SupermaskMixin(NamedMasksMixin, ResizingMixin, TernaryMixin):
         ticket = read_ticket(path, by_itself=by_itself)
         if by_itself or not cls.can_generate():
             return ticket, None
-        settings = path.parent / GENERATION_CONFIG_NAME  # beside the masks, also if a save was cut short
+        settings = path.parent / GENERATION_CONFIG_NAME  # next to the masks, also after an interrupted save
         found = (
             settings if settings.exists() else find_file(source, GENERATION_CONFIG_NAME, **download_kwargs)
         )
@@ -600,7 +604,7 @@ class SupermaskMixin(NamedMasksMixin, ResizingMixin, TernaryMixin):
 
         def compare(tensor: TensorSpec, found: str) -> None:
             entry = header.tensors.get(tensor.name)
-            if entry is not None and entry.shape == tensor.shape:  # else a new head, or another size
+            if entry is not None and entry.shape == tensor.shape:  # otherwise a new head, or another size
                 check_weights(ticket.path, tensor.name, entry, found)
 
         state = skeleton._dense_state(arrays, compare)
@@ -608,9 +612,9 @@ class SupermaskMixin(NamedMasksMixin, ResizingMixin, TernaryMixin):
             tied = skeleton.all_tied_weights_keys.items()
             state |= {name: state[source] for name, source in tied if source in state}
         for key, shape in _new_parameters(skeleton, arrays, header).items():
-            del state[key]  # transformers then fills it, and names it in its report
+            del state[key]  # transformers then fills this parameter, and names it in its report
             if shape is not None:
-                state[key] = torch.zeros(shape)  # of another size than the model's
+                state[key] = torch.zeros(shape)  # the ticket has another size than the model
         # An Auto class that was given an adapter's folder loads its base model and names the adapter here.
         adapter, adapter_name = (
             dict(kwargs.pop("adapter_kwargs", None) or {}),
@@ -664,13 +668,13 @@ class SupermaskMixin(NamedMasksMixin, ResizingMixin, TernaryMixin):
         config.auto_map, config.architectures = auto_map(config), [type(self).__name__]
         config.dtype = str(self.dtype).removeprefix("torch.")
         facts = json.loads(config.to_json_string())
-        for key in ("transformers_version", VERSION_KEY):  # saving a ticket again elsewhere changes nothing
+        for key in ("transformers_version", VERSION_KEY):  # the bytes of a ticket must not depend on versions
             facts.pop(key, None)
         return sealed(Header(facts, entries, encoding), mask_digest(digests)), arrays
 
     @torch.no_grad()
     def _weight_digests(self, arrays: Mapping[str, np.ndarray]) -> dict[str, str]:
-        """Return the digest of every drawn tensor. Of a ticket, compare the weights with what they should be."""
+        """Return the digest of every drawn tensor. In a ticket, also compare the weights with seed and masks."""
         found: dict[str, str] = {}
 
         def observe(tensor: TensorSpec, digest: str) -> None:
@@ -707,7 +711,7 @@ class SupermaskMixin(NamedMasksMixin, ResizingMixin, TernaryMixin):
         hub = {name: kwargs.pop(name) for name in _HUB_OPTIONS if name in kwargs}
         if getattr(
             self, "_hf_peft_config_loaded", False
-        ):  # by add_adapter: then transformers saves the adapter
+        ):  # an adapter was added by add_adapter: transformers saves it
             with staged(save_directory, keep=is_main_process) as stage:
                 super().save_pretrained(stage, is_main_process=is_main_process, **kwargs)
         elif self.is_ticket:
@@ -715,7 +719,7 @@ class SupermaskMixin(NamedMasksMixin, ResizingMixin, TernaryMixin):
                 self.save_ticket(save_directory, file_name=MODEL_FILE)
         else:
             self._refuse_replaced_modules()
-            kwargs["save_original_format"] = False  # under the names of today, also if loaded from older ones
+            kwargs["save_original_format"] = False  # the present names, also for a model with older ones
             with staged(save_directory, keep=is_main_process) as stage:
                 self.config.auto_map = auto_map(self.config)
                 super().save_pretrained(stage, is_main_process=is_main_process, **kwargs)
@@ -726,18 +730,18 @@ class SupermaskMixin(NamedMasksMixin, ResizingMixin, TernaryMixin):
     def save_ticket(
         self, save_directory: str | os.PathLike, *, encoding: str = "packed", file_name: str = MASK_FILE
     ) -> Header:
-        """Write the ticket: configuration and masks, no weight.
+        """Write the ticket: the configuration and the masks, but no weights.
 
         Args:
             save_directory (`str` or `os.PathLike`):
-                Folder to write to. It is complete at every moment, also if the process is killed.
+                Folder to write to. Readers find a complete ticket at every moment, also if the process is killed.
             encoding (`str`, defaults to `"packed"`):
                 How masks are stored: `"packed"`, or `"entropy"`, which is shorter.
             file_name (`str`, defaults to `"mask.safetensors"`):
                 Name of the mask file.
 
         Returns:
-            [`Header`]: what was written of every tensor, with digests.
+            [`Header`]: the header that was written, with digests of every tensor.
 
         Raises:
             `ValueError`: for an unknown encoding.
@@ -765,7 +769,7 @@ class SupermaskMixin(NamedMasksMixin, ResizingMixin, TernaryMixin):
     def push_to_hub(self, repo_id: str, *, encoding: str | None = None, **kwargs: Any) -> str:
         """Push as in transformers: a ticket with the tokenizer of the folder it was loaded from.
 
-        The card and figures of that folder come along if they are of this very mask.
+        The card and figures of that folder are pushed too, if they belong to this mask.
 
         Args:
             repo_id (`str`):
@@ -803,7 +807,7 @@ class SupermaskMixin(NamedMasksMixin, ResizingMixin, TernaryMixin):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
-        """Do nothing: no code is ever copied beside a model. One file there imports hf_slt (`remote_code.py`).
+        """Do nothing: no code is copied to a model's folder, except one file that imports hf_slt (`remote_code.py`).
 
         Args:
             auto_class (`str`, defaults to `"AutoModel"`):
@@ -845,12 +849,12 @@ def _ticket_config(config: Any) -> Any:
 
 
 def _first_array(one: StoredTensor) -> np.ndarray:
-    """Return what a ticket stores of a tensor that was never trained: every weight kept."""
+    """Return what a ticket stores for a tensor that was never trained: every weight is kept."""
     return full_codes(one.tensor) if one.kind == "masked" else as_stored(one.tensor.draw(), one.bits)
 
 
 def _fitting_arrays(ticket: Ticket, tensors: Mapping[str, StoredTensor]) -> dict[str, np.ndarray]:
-    """Return the arrays of a ticket that this model has a tensor of the same shape for."""
+    """Return the arrays of a ticket whose tensors this model has in the same shape."""
     return {
         name: array
         for name, array in ticket.arrays.items()
@@ -882,20 +886,20 @@ def _compare(path: str, name: str, parameter: Tensor, dense: Tensor) -> None:
     if found.shape != wanted.shape or not torch.equal(found, wanted):
         raise SLTError(
             f"the weights of {path} are not those of its mask: an adapter was merged into them, a table was "
-            "resized, or they were rounded by a cast to 16 bits and back; keep the adapter beside the ticket, "
-            "merge it into what merge_and_unload() of the ticket gives, or load the ticket again"
+            "resized, or they were rounded by a cast to 16 bits and back; save the adapter separately, "
+            "merge it into the stock model that merge_and_unload() of the ticket returns, or load the ticket again"
         )
 
 
 def _with_dtype(config: Any) -> Any:
-    """Return a copy that names a dtype. Masks have none, and transformers would take theirs."""
+    """Return a copy that has a dtype. Without it, transformers would use the dtype of the masks."""
     config = copy.deepcopy(config)
     config.dtype = config.dtype or torch.get_default_dtype()
     return config
 
 
 def _holds_scores(source: str | os.PathLike, mask_file: Path, download_kwargs: dict[str, Any]) -> bool:
-    """Return whether this folder holds scores, beside a mask file that is left over from a ticket."""
+    """Return whether this folder holds scores, and its mask file is only left over from an older ticket."""
     if mask_file.name != MASK_FILE or os.path.isfile(source):
         return False
     return _state_of(source, download_kwargs) == "scores" and bool(

@@ -2,11 +2,11 @@
 
     model.load_mask("me/poems", "poems")      # checked against this backbone; kept packed
     model.set_mask("poems")                   # weights are drawn again, in place, times the other mask
-    with model.using_mask("default"): ...     # for a while
+    with model.using_mask("default"): ...     # only within this block
     model.set_mask(None)                      # no mask: every random weight is kept
 
-A switch that fails or is interrupted is undone. Threads may call these methods at the same time, one waits for
-the other; but none may compute with the model while another switches.
+A switch that fails or is interrupted is undone. Threads may call these methods at the same time: they wait for each
+other. But no thread may compute with the model while another thread switches.
 """
 
 import copy
@@ -27,9 +27,7 @@ from ..weights.random_weights import PRETRAINED
 from .base import MixinBase
 from .configuration import MASK_OPTIONS
 
-_SWITCHING = (
-    threading.RLock()
-)  # one lock for all models: a lock of its own would keep a model from being copied
+_SWITCHING = threading.RLock()  # one lock for all models: a model with a lock of its own could not be copied
 
 
 @dataclass
@@ -110,7 +108,7 @@ class NamedMasksMixin(MixinBase):
         """
         masks = self._masks()
         if not isinstance(name, str) or not name:
-            raise ValueError(f"{name!r} is no name for a mask")
+            raise ValueError(f"{name!r} is not a name for a mask")
         if name in self.mask_names:
             raise ValueError(
                 f"there is a mask {name!r} already; delete_mask({name!r}) first, or take another name"
@@ -133,7 +131,7 @@ class NamedMasksMixin(MixinBase):
                 Name of the mask. None keeps every weight.
 
         Raises:
-            `ValueError`: if there is no mask of this name, or if the model is no ticket.
+            `ValueError`: if there is no mask of this name, or if the model is not a ticket.
             [`SLTError`]: if an adapter of PEFT is merged into the weights.
         """
         masks = self._masks()
@@ -177,7 +175,7 @@ class NamedMasksMixin(MixinBase):
 
     @contextmanager
     def using_mask(self, name: str | None) -> Iterator[None]:
-        """Use a mask within a `with` block, then the one before.
+        """Use a mask within a `with` block. After the block, the previous mask is in use again.
 
         Args:
             name (`str`, *optional*):
@@ -206,7 +204,7 @@ class NamedMasksMixin(MixinBase):
             )
 
     def _use(self, mask: NamedMask, redraw_all: bool = False) -> None:
-        """Compute with a mask, which may be of another rule. Only tensors with other codes are drawn again."""
+        """Switch to a mask, which may have another rule. Only tensors whose codes differ are drawn again."""
         model: Any = self
         codes = ("factors", "search", "frozen_density")
         redraw_all = redraw_all or any(mask.options[key] != self.config.supermask[key] for key in codes)

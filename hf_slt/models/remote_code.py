@@ -1,7 +1,7 @@
 """The one file of code in a ticket: it imports hf_slt, and holds nothing else.
 
 `import hf_slt` registers the model classes with transformers. Tools that never import it (lm-eval and others)
-can pass `trust_remote_code=True`: transformers then runs this file, which imports hf_slt. Where the package is
+can pass `trust_remote_code=True`: transformers then runs this file, which imports hf_slt. If the package is
 missing, transformers says which package to install.
 """
 

@@ -1,10 +1,10 @@
-"""Tables with another number of rows: those in both keep what they have.
+"""Changes the number of rows of tables. Rows that exist before and after keep their values.
 
-New rows of masked and frozen tables are drawn like all others, because a mean has no seed. New rows of trained
-tables are the mean of the old, as in transformers, or drawn too.
+New rows of masked and frozen tables are drawn from the seed, like all other rows. New rows of trained tables are the
+mean of the old rows, as in transformers, or drawn too.
 
-Which parameters have a row per token is not written down for any architecture. An empty model of the same class is
-built for the new vocabulary: the parameters that have another shape there are those to resize.
+No list says which parameters have a row per token. Instead, an empty model of the same class is built for the new
+vocabulary: the parameters that have another shape there are those to resize.
 """
 
 import copy
@@ -29,7 +29,7 @@ _SIZES = (
     "num_embeddings",
     "out_features",
     "vocab_size",
-)  # what modules of torch and transformers know of their rows
+)  # attributes in which modules of torch and transformers store their number of rows
 
 
 @dataclass
@@ -63,16 +63,15 @@ class ResizingMixin(MixinBase):
             pad_to_multiple_of (`int`, *optional*):
                 Round the number of rows up to a multiple of this.
             mean_resizing (`bool`, defaults to `True`):
-                Whether new rows of trained tables are the mean of the others; otherwise they are drawn, as
-                where training starts. (transformers adds a little noise to the mean; here a resize can be
-                repeated.)
+                Whether new rows of trained tables are the mean of the others; otherwise they are drawn, as at the
+                start of training. (transformers adds a little noise to the mean; here there is none, so a resize
+                can be repeated.)
 
         Returns:
             `nn.Module`: the table.
 
         Raises:
-            [`SLTError`]: over pretrained weights, for a ternary table, and where only a share of the table is
-                searched.
+            [`SLTError`]: for pretrained weights, for a ternary table, and if only a part of the table is searched.
         """
         model: Any = self
         before = getattr(self.config.get_text_config(), "vocab_size", None)
@@ -99,7 +98,7 @@ class ResizingMixin(MixinBase):
         return model.get_input_embeddings()
 
     def _find_resized(self, rows: int) -> tuple[list[_Resized], list[tuple[nn.Module, dict[str, int]]]]:
-        """Return the parameters to resize, and what modules know of their sizes. Nothing is changed yet."""
+        """Return the parameters to resize, and the sizes that modules store. Nothing is changed yet."""
         if self.config.backbone:
             raise SLTError(
                 "the vocabulary of pretrained weights cannot be resized; resize the checkpoint, then mask it"
@@ -123,7 +122,7 @@ class ResizingMixin(MixinBase):
             before = module.__dict__.get("parameter_plans", {}).get(name)
             if before is None or (plan.shape != before.shape and modules.get(path) is not module):
                 raise SLTError(
-                    f"{path} was replaced, or has an adapter; resize the vocabulary before that is done"
+                    f"{path} was replaced, or has an adapter; resize the vocabulary before you do that"
                 )
             if plan.shape != before.shape:
                 found.append(_Resized(path, module, name, before, plan))
@@ -155,7 +154,7 @@ class ResizingMixin(MixinBase):
 
 @torch.no_grad()
 def _resize_scores(resized: Sequence[_Resized], mean: bool) -> None:
-    """Give modules that learn what the new plans need, and what was learned of the rows that both have."""
+    """Give modules that learn the tensors that the new plans need, and copy what the common rows have learned."""
     for one in resized:
         module, name = one.module, one.name
         learned = {key: getattr(module, key) for key in one.before.float32_names(name)}
@@ -174,7 +173,7 @@ def _resize_scores(resized: Sequence[_Resized], mean: bool) -> None:
 
 
 def _keep_settings(before: Any, plan: Any) -> None:
-    """Copy what a running model has set in a plan: a rule that the loop has changed, a table that is read twice."""
+    """Copy settings that changed after a plan was made: a rule that the loop changed, a table that is read twice."""
     if isinstance(plan, LowRankPlan):
         _keep_settings(before.basis, plan.basis)
     if isinstance(plan, MaskedPlan):
@@ -184,7 +183,7 @@ def _keep_settings(before: Any, plan: Any) -> None:
 
 
 def _refuse(one: _Resized) -> None:
-    """Raise `SLTError` for a parameter that cannot have other rows."""
+    """Raise `SLTError` for a parameter that cannot be resized."""
     if isinstance(one.module, TernaryLayer):
         raise SLTError("a ternary table cannot be resized; resize the ticket, then call to_ternary()")
     own = (*one.module.parameters(recurse=False), *one.module.buffers(recurse=False))
@@ -197,11 +196,11 @@ def _refuse(one: _Resized) -> None:
         if not one.plan.is_searched_whole:
             raise SLTError(f"{name}: which weights are searched depends on its rows; it cannot be resized")
         if one.plan.shape[1:] != one.before.shape[1:] or len(one.plan.tensors) > 1:
-            raise SLTError(f"{name}: its tokens are not its rows; it cannot be resized")
+            raise SLTError(f"{name}: its rows are not tokens; it cannot be resized")
 
 
 def _copy_learned(plan: ParameterPlan, name: str, old: Any, new: nn.Module, mean: bool) -> None:
-    """Copy what was learned of the rows that both tables have."""
+    """Copy what was learned for the rows that both tables have."""
     if isinstance(plan, LowRankPlan):
         _copy_learned(plan.rows, "rows", old, new, mean)
         for one in plan.basis.float32_names("basis"):

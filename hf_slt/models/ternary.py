@@ -1,8 +1,8 @@
 """A ticket that computes with the signs of its weights: faster token by token on a CPU.
 
-    y = (x @ sign) * c              # c of each output, with its learned scale; no weight is rounded
+    y = (x @ sign) * c              # one c per output, with its learned scale; no weight is rounded
 
-Half the memory to read is what makes it fast.
+It is fast because only half as much memory is read.
 """
 
 import copy
@@ -16,21 +16,21 @@ from .base import MixinBase
 
 
 class TernaryMixin(MixinBase):
-    """The method that makes a ticket ternary."""
+    """Adds the method that makes a ticket ternary."""
 
     config: Any
 
     @property
     def is_ternary(self) -> bool:
-        """Whether this is what `to_ternary` returns."""
+        """Whether `to_ternary` returned this model."""
         return any(isinstance(module, TernaryLayer) for module in self.modules())
 
     def to_ternary(self) -> Any:
         """Return a ticket that computes with the signs of its weights.
 
-        For weights drawn as plus or minus a constant (`law="signed_constant"`). Layers of another law or with
-        trained values stay as they are. The arithmetic is float32 with exact weights, therefore logits differ
-        from the ticket's by rounding only. It can be saved like any ticket, and loads as one.
+        This works for weights drawn as plus or minus a constant (`law="signed_constant"`). Layers of another law or
+        with trained values stay as they are. The arithmetic is float32 with exact weights, so logits differ from the
+        ticket's only by rounding. The model can be saved like any ticket, and loads as one.
 
         Returns:
             The model. It runs on a CPU only.
@@ -124,7 +124,7 @@ class TernaryLayer(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The dense weight, computed when it is asked for."""
+        """The dense weight, computed when it is read."""
         if self._signs is not None:
             rows = self._signs.float()
         else:

@@ -77,7 +77,7 @@ def attention_hessian(
     Heads are a leading axis of the weights, and W_O (heads, d_V, d_out) an optional fourth weight with
     block name "o": F = sum_h A^h X W_V^h W_O^h. In what follows B = W_V W_O, or W_V without W_O.
 
-    Row i of A is a distribution over the rows x_j of X. Its moments are all that the Hessian sees:
+    Row i of A is a distribution over the rows x_j of X. The Hessian depends only on its moments:
 
         M1_i = E[x],   M2_i = E[(x - M1_i)(x - M1_i)^T],   M3_i = E[(x - M1_i)^(x3)]
 
@@ -95,7 +95,7 @@ def attention_hessian(
         OQ = c s sum_i delta_ie x_ip (W_V^T M2_i W_K)_fa       OK = c s sum_i delta_ie (W_V^T M2_i)_ft q_ib
         VO = c 1[f=f'] sum_i M1_ir delta_ie                    VV = OO = 0
 
-    Heads meet in H_o only; in H_f every pair of different heads is zero.
+    Pairs of different heads occur only in H_o; in H_f they are zero.
 
     `softmax=False` is linear attention, A = T: M1 = A X, M2_i is the sum of x_j x_j^T over the visible
     rows, M3 is zero, and so are the diagonal blocks of H_f. `causal` hides rows j > i.
@@ -128,8 +128,7 @@ def attention_hessian(
             `"qk"` for W_Q and W_K, `"single"` for their product as one block.
 
     Returns:
-        [`AttentionHessian`]: both parts by pairs of blocks, and the moments. NumPy arrays are answered with NumPy
-        arrays.
+        [`AttentionHessian`]: both parts by pairs of blocks, and the moments. For NumPy arrays it has NumPy arrays.
 
     Raises:
         `ValueError`: for an impossible option, or shapes that do not fit.
@@ -259,7 +258,7 @@ def to_score_space(block: Tensor, weight: Tensor, weight_right: Tensor | None = 
 def _moments(
     X: Tensor, W_Q: Tensor, W_K: Tensor, s: float, softmax: bool, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the moments of X's rows under the attention, heads first; without softmax, what takes their place."""
+    """Compute the moments of X's rows under the attention, heads first; without softmax, their substitutes."""
     L, d = X.shape
     T = s * torch.einsum("ip,hpa,hta,jt->hij", X, W_Q, W_K, X)
     seen = torch.ones(L, L, dtype=torch.bool, device=X.device)
@@ -270,7 +269,7 @@ def _moments(
         return A @ X, M2, X.new_zeros(len(T), L, d, d, d)
     A = T.masked_fill(~seen, float("-inf")).softmax(-1)
     M1 = A @ X
-    centred = X[None, None] - M1[:, :, None]  # (h, i, j, d): small by subtraction first, not after squaring
+    centred = X[None, None] - M1[:, :, None]  # (h, i, j, d); subtracting before squaring is more accurate
     M2 = torch.einsum("hij,hijr,hijt->hirt", A, centred, centred)
     M3 = torch.einsum("hij,hijr,hijs,hijt->hirst", A, centred, centred, centred)
     return M1, M2, M3
@@ -289,6 +288,6 @@ def _check_shapes(X: Tensor, W_Q: Tensor, W_K: Tensor, W_V: Tensor, W_O: Tensor 
     for name, (tensor, shape) in wanted.items():
         if tuple(tensor.shape) != shape:
             raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)} where W_Q {tuple(W_Q.shape)} and Y {tuple(Y.shape)} "
-                f"ask for {shape} (heads lead)"
+                f"{name} has shape {tuple(tensor.shape)}, but W_Q {tuple(W_Q.shape)} and Y {tuple(Y.shape)} "
+                f"need {shape} (heads come first)"
             )

@@ -1,17 +1,17 @@
-"""Curvature of attention: which blocks of a GPT-2 the loss bends along, and how much.
+"""Curvature of attention: how much the loss is curved along each block of a GPT-2.
 
-The Hessian of a loss over a network splits into a part that only knows the loss and a part
-that only knows the network (the Gauss-Newton split):
+The Hessian of a loss over a network is the sum of two parts: one has the second derivative of the loss, the other
+that of the network (the Gauss-Newton split):
 
     H = H_o + H_f,    H_o = J^T (d2 loss / dF2) J,    H_f = sum_i (d loss / dF_i) (d2 F_i / dw2)
 
 H_o ("outer") is positive semi-definite, H_f ("functional") has either sign. For self-attention both
 are written with three moments of the input under the attention distribution, which is what Ormaniec,
 Dangel and Singh (arXiv 2410.10986) found and what `attention_hessian.py` computes in closed form. In a
-whole model the same blocks are reached by products with vectors: `block_curvature` never forms a matrix.
+whole model the same blocks are measured by products with vectors: `block_curvature` never forms a matrix.
 
-A supermask is trained through scores, not weights. With the straight-through estimator the masked
-weight moves by w for a unit of score, so the score's Hessian is, exactly,
+A supermask is trained through scores, not weights. With the straight-through estimator a change of a score by 1
+changes the masked weight by w, so the score's Hessian is, exactly,
 
     H_score = diag(w) H_weight diag(w),    taken at the masked weights w * m.
 """
@@ -59,17 +59,17 @@ class BlockCurvature:
         norm (`float`):
             Frobenius norm of H.
         norm_outer (`float`):
-            Frobenius norm of H_o; NaN where the parts were not asked for.
+            Frobenius norm of H_o; NaN if the parts were not measured.
         norm_functional (`float`):
-            Frobenius norm of H_f; NaN where the parts were not asked for.
+            Frobenius norm of H_f; NaN if the parts were not measured.
         trace (`float`):
             Trace of H.
         trace_outer (`float`):
-            Trace of H_o; NaN where the parts were not asked for.
+            Trace of H_o; NaN if the parts were not measured.
         smallest (`float`, *optional*):
-            Smallest eigenvalue of H; None where eigenvalues were not asked for.
+            Smallest eigenvalue of H; None if eigenvalues were not computed.
         largest (`float`, *optional*):
-            Largest eigenvalue of H; None where eigenvalues were not asked for.
+            Largest eigenvalue of H; None if eigenvalues were not computed.
     """
 
     layer: int | None
@@ -86,12 +86,12 @@ class BlockCurvature:
 
     @property
     def rms(self) -> float:
-        """Root mean square of H's eigenvalues: the norm, freed of the block's size."""
+        """Root mean square of H's eigenvalues: the norm, divided by the root of the block's size."""
         return self.norm / math.sqrt(self.size)
 
     @property
     def mean_outer(self) -> float:
-        """Mean diagonal entry of H_o: the curvature that one weight, or one score, meets on its own."""
+        """Mean diagonal entry of H_o: the curvature along a single weight, or a single score."""
         return self.trace_outer / self.size
 
 
@@ -114,14 +114,14 @@ def block_curvature(
     """Measure norms, traces and extreme eigenvalues of the diagonal Hessian blocks, one row per layer and block.
 
     The loss is the mean cross-entropy over all predicted tokens, in eval mode. H_o is the Gauss-Newton matrix and
-    H_f = H - H_o. No matrix is formed: products of H and H_o with `probes` vectors per block estimate norms and
-    traces, most of them spent on the few directions that dominate (as in Hutch++), the rest on Rademacher vectors
-    orthogonal to these. A block with no more entries than `probes` is computed exactly. Eigenvalues are Lanczos'
-    (SciPy's `eigsh`).
+    H_f = H - H_o. No matrix is formed: norms and traces are estimated by products of H and H_o with `probes` vectors
+    per block. Most of the vectors are for the few directions that dominate (as in Hutch++), the others are Rademacher
+    vectors orthogonal to these. A block with no more entries than `probes` is computed exactly. Eigenvalues are
+    computed by Lanczos' method (SciPy's `eigsh`).
 
     Memory: a copy of the model, about twelve times the block's weights for a product (twenty while Lanczos runs), and
-    several times the activations of one batch; give several small ones where that is too much. A single batch is
-    faster: one pass through the model serves all products. The embedding is the largest block.
+    several times the activations of one batch. If that is too much, give several small batches. A single batch is
+    faster: one pass through the model is used for all products. The embedding is the largest block.
 
     Args:
         model (`PreTrainedModel`):
@@ -133,9 +133,9 @@ def block_curvature(
             Which blocks: "q", "k", "v" (columns of the fused `c_attn`), "o" (attention output), "fc", "proj"
             (MLP), "embedding" (the token table, tied or not).
         space (`str`, defaults to `"weight"`):
-            `"weight"`, or `"score"` for diag(w) H diag(w), w the frozen weight before its mask; blocks that have
-            no scores are left out. Edge-popup ranks |score|, and its sign would only conjugate H by +-1: norms,
-            traces and eigenvalues are the same.
+            `"weight"`, or `"score"` for diag(w) H diag(w), where w is the frozen weight before its mask; blocks
+            without scores are left out. Edge-popup ranks |score|. The sign of the score would only conjugate H by
+            +-1: norms, traces and eigenvalues are the same.
         probes (`int`, defaults to 20):
             Vectors per block.
         seed (`int`, defaults to 0):
@@ -145,11 +145,11 @@ def block_curvature(
         layer_norm (`str`, defaults to `"keep"`):
             `"keep"`, or `"remove"` to measure the same weights without LayerNorm.
         qk_factor (`float`, defaults to 1.0):
-            Multiplies query and key weights first.
+            Query and key weights are multiplied by this before the measurement.
         parts (`bool`, defaults to `True`):
-            Whether to measure H_o and H_f too. Without them all probes serve H.
+            Whether to measure H_o and H_f too. Without them all probes are used for H.
         eigenvalues (`bool`, defaults to `True`):
-            Whether to compute the extreme eigenvalues, which is most of the time.
+            Whether to compute the extreme eigenvalues, which takes most of the time.
         dtype (`torch.dtype`, *optional*):
             Type to compute in. Default: that of the model.
         progress (`bool`, defaults to `False`):
@@ -179,13 +179,13 @@ def block_curvature(
         list(plain.places(blocks, layers, space)), "curvature", disable=not progress, unit="block"
     ):
         operator = plain.operator(place, space)
-        held = plain.size // operator.size  # vectors of a block: about a model's worth
+        held = plain.size // operator.size  # as many vectors as take about the memory of the model
         generator = torch.Generator().manual_seed(seed)
         found = estimate_norms(
             operator, probes, generator, outer=parts, most=held, chunk=plain.chunk(operator.size)
         )
         if eigenvalues:
-            width = max(4, min(20, 2 * held))  # below 4 vectors restarts stop converging
+            width = max(4, min(20, 2 * held))  # with fewer than 4 vectors, Lanczos does not converge
             ends = extreme_eigenvalues(operator, found["norm"], generator, width)
             found["smallest"], found["largest"] = ends
         rows.append(BlockCurvature(place.layer, place.block, space, operator.size, **found))
@@ -194,16 +194,16 @@ def block_curvature(
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a block lives: some columns of one weight."""
+    """The place of a block in the model: some columns of one weight."""
 
     layer: int | None
     block: str
-    path: str  # of the module
+    path: str  # path of the module
     columns: slice
 
 
 class _PlainModel:
-    """A copy of a GPT-2 whose every weight is an ordinary tensor, and the batches to measure it on."""
+    """A copy of a GPT-2 in which every weight is an ordinary tensor, and the batches to measure it on."""
 
     def __init__(
         self,
@@ -222,7 +222,7 @@ class _PlainModel:
                 "SupermaskGPT2LMHeadModel or a GPT2LMHeadModel"
             )
         self.config = model.config
-        # A ticket has ordinary weights; so has a stock model.
+        # Tickets and stock models have ordinary weights already.
         given: Any = model
         self.model = (given.to_ticket() if hasattr(model, "to_ticket") else copy.deepcopy(given)).eval()
         # Fused attention cannot be differentiated twice.
@@ -252,7 +252,7 @@ class _PlainModel:
             raise ValueError("the batches predict no token: give sequences of at least 2 tokens with labels")
 
     def _widths(self) -> list[int]:
-        """Columns of all queries (and of all keys), and of all values."""
+        """Return the numbers of columns of queries, keys and values."""
         config = self.config
         usual = config.n_embd // config.n_head
         return [config.n_head * getattr(config, name, usual) for name in ("qk_width", "v_width")]
@@ -285,9 +285,9 @@ class _PlainModel:
         return (place for place in found if space == "weight" or place.path in self.frozen_layers)
 
     def operator(self, place: _Place, space: str) -> CurvatureOperator:
-        """Products with H and H_o of the mean token loss over one block."""
+        """Return the operator for products with H and H_o of the mean token loss over one block."""
         step = None
-        if space == "score":  # a unit of score adds the frozen weight before its mask
+        if space == "score":  # a change of a score by 1 adds the frozen weight before its mask
             plan = self.frozen_layers[place.path]
             whole = np.concatenate([tensor.draw() for tensor in plan.tensors], plan.axis)
             drawn = torch.from_numpy(whole[:, place.columns])
@@ -300,7 +300,7 @@ class _PlainModel:
         return CurvatureOperator(batches, block, step)
 
     def logits(self, place: _Place, arguments: dict[str, Any], rows: Tensor, block: Tensor) -> Tensor:
-        """Return the model as a function of one block of its weights: logits at the positions `rows`."""
+        """Compute the logits at the positions `rows`, as a function of one block of the model's weights."""
         name = f"{place.path}.weight"
         weight = self.model.get_parameter(name)
         start, stop, _ = place.columns.indices(weight.shape[1])
@@ -309,7 +309,7 @@ class _PlainModel:
         return functional_call(self.model, {name: block}, (), arguments).logits.flatten(0, 1)[rows]
 
     def chunk(self, size: int) -> int:
-        """Probes that go through the model together: a tiny model is all overhead, a large one all memory."""
+        """Return how many probes go through the model together: many for a tiny model, few for a large one."""
         tokens = max(arguments["input_ids"].numel() for arguments, *_ in self.data)
         of_logits = 2**22 // (tokens * self.config.vocab_size)
         of_block = max(2**19, self.size // 8) // size

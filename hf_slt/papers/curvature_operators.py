@@ -1,4 +1,4 @@
-"""A matrix seen only by its products: the Hessian of a token loss, with its outer part, and what they tell.
+"""The Hessian of a token loss, and its outer part, as operators: only their products with vectors are computed.
 
 Over one block w of a model's weights, with logits F(w), their Jacobian J and one-hot targets y, the summed
 cross-entropy has
@@ -8,8 +8,8 @@ cross-entropy has
     B J v          = (d gradient / ds)^T v       # by the same pass; B = d2 loss / dF2 = diag(p) - p p^T
     H_o v          = J^T (B J v)
 
-so that all is reverse differentiation, of a gradient that is recorded once for many v. Norms and traces
-come from products with random vectors, extreme eigenvalues from Lanczos.
+Therefore everything is reverse differentiation of a gradient that is recorded once for many v. Norms and traces
+are estimated by products with random vectors, extreme eigenvalues by Lanczos' method.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Logits = Callable[[Tensor], Tensor]  # block of weights -> a row of logits for e
 
 
 class CurvatureOperator:
-    """H, and H_o beside it, of the mean cross-entropy over one block of weights, row-major.
+    """H and H_o of the mean cross-entropy over one block of weights, row-major.
 
-    What was recorded of a lone batch is held for all products. Of several batches nothing is.
+    The recorded gradient of a single batch is kept for all products. With several batches it is recorded every time.
 
     Args:
         batches (`Sequence[tuple[Logits, Tensor]]`):
@@ -58,7 +58,7 @@ class CurvatureOperator:
         self._recorded: tuple[Callable, Callable] | None = None
 
     def __matmul__(self, vectors: Tensor) -> Tensor:
-        """H of one vector, or of the columns of a matrix, which go through the model together."""
+        """Multiply H by one vector, or by the columns of a matrix, which go through the model together."""
         return self._products(vectors, outer=False)[0]
 
     def with_outer(self, vectors: Tensor) -> list[Tensor]:
@@ -73,7 +73,7 @@ class CurvatureOperator:
         """
         return self._products(vectors, outer=True)
 
-    @torch.no_grad()  # else products would be recorded, too
+    @torch.no_grad()  # otherwise products would be recorded too
     def _products(self, vectors: Tensor, outer: bool) -> list[Tensor]:
         step = 1 if self.step is None else self.step[:, None]
         columns = (step * vectors.reshape(self.size, -1)).view(*self.block.shape, -1)
@@ -94,7 +94,7 @@ class CurvatureOperator:
 
 
 def _record(logits: Logits, block: Tensor, targets: Tensor) -> tuple[Callable, Callable]:
-    """v -> (H v, B J v) of the summed loss, and u -> (J^T u,)."""
+    """Return the functions v -> (H v, B J v) of the summed loss, and u -> (J^T u,)."""
     predicted, of_logits = vjp(logits, block)
     y = one_hot(targets, predicted.shape[-1])
 
@@ -116,9 +116,9 @@ def estimate_norms(
 ) -> dict[str, float]:
     """Estimate Frobenius norms and traces of H, H_o and H - H_o from products with random vectors.
 
-    |A|^2 = |A Q|^2 + |A (I - QQ^T)|^2 for orthonormal Q. Q spans what H and H_o make of a few random
-    vectors, which catches the dominant eigenvectors; the second term is Hutchinson's estimate. The
-    same vectors go through H and H_o, so that H_f is measured and not a difference of two estimates.
+    |A|^2 = |A Q|^2 + |A (I - QQ^T)|^2 for orthonormal Q. Q spans the products of H and H_o with a few random
+    vectors, which contain the dominant eigenvectors; the second term is Hutchinson's estimate. H and H_o are
+    multiplied by the same vectors, so H_f is measured itself, not as a difference of two estimates.
 
     Args:
         operator ([`CurvatureOperator`]):
@@ -128,7 +128,7 @@ def estimate_norms(
         generator (`torch.Generator`):
             Source of the random vectors.
         outer (`bool`):
-            Whether to measure H_o. Without it all probes serve H, and the rest of the answer is NaN.
+            Whether to measure H_o. Without it all probes are used for H, and the other results are NaN.
         most (`int`):
             Largest number of vectors of Q.
         chunk (`int`):
@@ -143,19 +143,19 @@ def estimate_norms(
         return operator.with_outer(vectors) if outer else [operator @ vectors]
 
     def random_signs(count: int) -> Iterator[Tensor]:
-        """Rademacher vectors, a few columns at a time."""
+        """Yield Rademacher vectors, a few columns at a time."""
         for start in range(0, count, chunk):
             shape = (size, min(chunk, count - start))
             signs = torch.empty(shape, dtype=torch.int8).random_(0, 2, generator=generator)
             yield signs.to(device, dtype).mul_(2).sub_(1)
 
     def sums(vectors: Tensor) -> np.ndarray:
-        """Of |Hv|^2, |H_o v|^2, |H_f v|^2, v.Hv, v.H_o v over the columns v, in double."""
+        """Return the sums of |Hv|^2, |H_o v|^2, |H_f v|^2, v.Hv, v.H_o v over the columns v, in double."""
         h, *others = products(vectors)
         o = others[0] if outer else torch.full_like(h[:1], math.nan).expand_as(h)
         found = np.zeros(5)
         for some in zip(vectors.split(2**16), h.split(2**16), o.split(2**16), strict=True):
-            v, hv, ov = (part.double() for part in some)  # in slices, else this takes more than H itself
+            v, hv, ov = (part.double() for part in some)  # in slices: all at once take more memory than H
             pairs = ((hv, hv), (ov, ov), (hv - ov, hv - ov), (v, hv), (v, ov))
             found += [(a * b).sum().item() for a, b in pairs]
         return found
@@ -185,7 +185,7 @@ def estimate_norms(
 def extreme_eigenvalues(
     hessian: CurvatureOperator, norm: float, generator: torch.Generator, width: int
 ) -> tuple[float, float]:
-    """Compute the smallest and the largest eigenvalue, each to 1e-5 of the spectrum's width in double, 1e-4 in single.
+    """Compute the smallest and largest eigenvalue. Errors are 1e-5 of the spectrum's width in double, 1e-4 in single.
 
     Args:
         hessian ([`CurvatureOperator`]):
@@ -214,17 +214,17 @@ def extreme_eigenvalues(
         return values[0].item(), values[-1].item()
 
     start = torch.randn(size, generator=generator, dtype=dtype).numpy()
-    # Single precision cannot resolve more than its own rounding.
+    # In single precision, rounding limits the accuracy.
     tol = 1e-5 if dtype == torch.float64 else 1e-4
 
     def farthest_from(shift: float) -> float:
-        """The eigenvalue of H / norm that is farthest from `shift`."""
+        """Return the eigenvalue of H / norm that is farthest from `shift`."""
 
         def apply(vector: np.ndarray) -> np.ndarray:
             v = torch.from_numpy(np.ascontiguousarray(vector).reshape(-1)).to(device)
             return (hessian @ v).div_(norm).sub_(v, alpha=shift).cpu().numpy()
 
-        # Made here and not kept: ARPACK's memory goes with it.
+        # Created here and not kept, to free the memory of ARPACK afterwards.
         shifted = LinearOperator((size, size), matvec=apply, dtype=start.dtype)
         try:
             found = eigsh(shifted, k=1, v0=start, ncv=width, tol=tol, return_eigenvectors=False)
@@ -235,9 +235,9 @@ def extreme_eigenvalues(
             ) from stopped
         return float(found[0]) + shift
 
-    # Of H / norm, because ARPACK takes anything below 1e-11 for zero. The end of larger magnitude
-    # first; seen from there, the other end is the farthest point. So both converge relative to the
-    # width of the spectrum, though one of them may be zero.
+    # Eigenvalues of H / norm, because ARPACK treats anything below 1e-11 as zero. The end of larger magnitude
+    # comes first; the other end is then the eigenvalue farthest from it. So both converge relative to the
+    # width of the spectrum, even if one of them is zero.
     one = farthest_from(0.0)
     low, high = sorted((one, farthest_from(one)))
     return norm * low, norm * high

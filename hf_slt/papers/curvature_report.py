@@ -1,7 +1,7 @@
-"""What a person training a supermask asks of its curvature: how uneven are the blocks?
+"""Reports on the curvature of a model: how much do its blocks differ?
 
-`measure_saved` does the whole of `slt curvature`, from a folder and text to rows; reports show them. What
-comes of setting scale and rates by curvature is in recipes/figures_hessian.py: nothing good.
+`measure_saved` does all the work of `slt curvature`, from a folder and text to rows; reports show them.
+recipes/figures_hessian.py tries to choose scales and learning rates by curvature: this does not help.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def value_to_query(rows: Iterable[BlockCurvature]) -> dict[int, float]:
-    """Compute, per layer, the norm of the value block over that of the query block: 1 is even, as with LayerNorm.
+    """Compute, per layer, the norm of the value block divided by that of the query block. 1 means that they are equal.
 
     Args:
         rows (`Iterable[BlockCurvature]`):
@@ -92,7 +92,7 @@ def measure_saved(
         raise ValueError(f'layer_norm={layer_norm!r}: give "keep", "remove" or "both"')
     if sequences < 1:
         raise ValueError(f"sequences={sequences}: give at least 1")
-    if options.get("eigenvalues"):  # before text and model are read
+    if options.get("eigenvalues"):  # checked before text and model are read
         require_packages("eigenvalues", "scipy", extra="curvature")
     texts = read_files(files, text_column) if files else embedded_validation()
     model, words = load_model(name, tokenizer, dtype=dtype)
@@ -114,7 +114,7 @@ def curvature_report(
     layer_norm: Sequence[str] = ("keep", "remove"),
     **options: Any,
 ) -> dict[str, list[BlockCurvature]]:
-    """Run `block_curvature` with and without LayerNorm; only the latter for a model that has none.
+    """Run `block_curvature` with and without LayerNorm; only without for a model that has none.
 
     Args:
         model (`PreTrainedModel`):
@@ -122,7 +122,7 @@ def curvature_report(
         batches (`Batch` or `Iterable[Batch]`):
             One batch or several, see `block_curvature`.
         layer_norm (`Sequence[str]`, defaults to `("keep", "remove")`):
-            Which of `"keep"` and `"remove"`.
+            Any of `"keep"` and `"remove"`.
         options:
             Other options of `block_curvature`.
 
@@ -136,7 +136,7 @@ def curvature_report(
 
 
 def report_facts(report: Mapping[str, Sequence[BlockCurvature]]) -> dict[str, Any]:
-    """Turn a report into what JSON can hold: records of all blocks, and value to query by setting and layer.
+    """Turn a report into an object for JSON: records of all blocks, and value to query by setting and layer.
 
     Args:
         report (`Mapping[str, Sequence[BlockCurvature]]`):

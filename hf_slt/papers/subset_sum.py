@@ -1,6 +1,6 @@
-"""A matrix as the product of two pruned random ones, entry by entry a subset sum.
+"""Writes a matrix as the product of two pruned random matrices. Each entry is a subset sum.
 
-Give every input i its own run of hidden units (mask M1), and let M2 choose, per output, which to keep:
+Mask M1 gives every input i its own run of hidden units, and M2 chooses, for each output, which of them to keep:
 
     (W1 * M1) @ (W2 * M2) ~ W        W1 (d1, n), W2 (n, d2)
     W_ij ~ sum_k  m_kj w1_ik w2_kj   over the n' = n / d1 units k of input i
@@ -19,9 +19,9 @@ Construction = Literal["proof", "balanced"]
 
 
 class Subset(NamedTuple):
-    """A subset per problem, how far its sum is from the target, and what that leaves to be gained.
+    """A subset per problem, the distance of its sum from the target, and how much a better subset could gain at most.
 
-    `error - slack` is a lower bound of the optimum: slack 0 means that no subset is nearer
+    `error - slack` is a lower bound of the smallest possible error: slack 0 means that no subset is nearer
     (up to float64 rounding of the sums).
     """
 
@@ -33,10 +33,10 @@ class Subset(NamedTuple):
 def best_subset(values: np.ndarray, target: np.ndarray | float, *, core: int = 40) -> Subset:
     """Find the subset of `values` (last axis) whose sum is nearest to `target`; leading axes are a batch.
 
-    Exact for up to `core` values, by meeting in the middle: 2^(n/2) sums of either half, sorted. Beyond
-    that the large values are placed greedily, and the `core` smallest exactly; each of three more rounds
-    (for problems with slack above 1e-8) frees `core` values at random and places those exactly, so the
-    error never grows. Deterministic. Time and memory grow like 2^(core/2).
+    The result is exact for up to `core` values. The method is meeting in the middle: 2^(n/2) sums of each half,
+    sorted. With more values, the large ones are placed greedily, and the `core` smallest exactly. Each of three
+    more rounds (for problems with slack above 1e-8) frees `core` values at random and places those exactly, so
+    the error never grows. The result is deterministic. Time and memory grow like 2^(core/2).
 
     Args:
         values (`np.ndarray`):
@@ -91,14 +91,14 @@ def _error(v: np.ndarray, mask: np.ndarray, t: np.ndarray) -> np.ndarray:
 
 
 def _out_of_reach(v: np.ndarray, t: np.ndarray) -> np.ndarray:
-    """Return how far the target lies outside [sum of negatives, sum of positives]: no subset is nearer."""
+    """Return how far the target is outside [sum of negatives, sum of positives]. No subset can be nearer."""
     above = t - np.where(v > 0, v, 0).sum(axis=1)
     below = np.where(v < 0, v, 0).sum(axis=1) - t
     return np.maximum(0.0, np.maximum(above, below))
 
 
 def _all_sums(v: np.ndarray) -> np.ndarray:
-    """Sums of all subsets, (P, 2^n): bit k of the index says whether value k is in."""
+    """Return the sums of all subsets, (P, 2^n). Bit k of the index says whether value k is in the subset."""
     sums = np.zeros((len(v), 1))
     for k in range(v.shape[1]):
         sums = np.concatenate([sums, sums + v[:, k : k + 1]], axis=1)
@@ -134,7 +134,7 @@ def _meet_in_the_middle(v: np.ndarray, t: np.ndarray) -> np.ndarray:
 
 
 def _replace(v: np.ndarray, t: np.ndarray, mask: np.ndarray, free: np.ndarray) -> np.ndarray:
-    """`mask` with the values at indices `free` (P, core) placed exactly, the others held."""
+    """Return `mask` with the values at indices `free` (P, core) placed exactly. The others stay."""
     held = mask.copy()
     np.put_along_axis(held, free, False, axis=1)
     placed = _meet_in_the_middle(np.take_along_axis(v, free, axis=1), t - (v * held).sum(axis=1))
@@ -160,7 +160,7 @@ def _greedy_then_core(v: np.ndarray, t: np.ndarray, core: int) -> np.ndarray:
 
 
 class Pruned(NamedTuple):
-    """Two masks, and product minus target per entry."""
+    """Two masks, and for each entry the product minus the target."""
 
     mask1: np.ndarray  # (d1, n) bool
     mask2: np.ndarray  # (n, d2) bool
@@ -172,11 +172,10 @@ def prune_to_match(
 ) -> Pruned:
     """Find masks with (W1 * mask1) @ (W2 * mask2) ~ W: Lemma 4.
 
-    `"proof"` gives input i the i-th run of n // d1 units, as the proof does. `"balanced"` departs from
-    it twice. Units belong to the shorter side of W (to outputs when d2 < d1), so each subset sum has
-    n / min(d1, d2) values in place of n / d1. And units are not dealt out in runs: the input whose
-    targets are farthest from its reach takes the free unit that brings them nearest, because at small n
-    what fails is reach, not resolution.
+    `"proof"` gives input i the i-th run of n // d1 units, as the proof does. `"balanced"` differs in two ways. Units
+    belong to the shorter side of W (to outputs when d2 < d1), so each subset sum has n / min(d1, d2) values in place
+    of n / d1. And units are not given out in runs: the input whose targets are farthest outside its reach takes the
+    free unit that brings them nearest, because at small n the problem is reach, not resolution.
 
     Args:
         W (`np.ndarray`):
@@ -217,10 +216,10 @@ def prune_relu_to_match(
 ) -> Pruned:
     """Find masks with relu(x @ (W1 * mask1)) @ (W2 * mask2) ~ relu(x) @ positive + relu(-x) @ negative.
 
-    That form, one function of one variable per input and output, is all that single-input ReLU units
-    can express: a linear map W is (W, -W); W after a ReLU is (W, 0). A unit whose kept weight is
-    positive sees relu(x_i), one whose kept weight is negative sees relu(-x_i), so each input owns two
-    groups of units. A group with nothing to express (a zero row) gets no unit under `"balanced"`.
+    ReLU units with a single input can express only this form, one function of one variable per input and
+    output: a linear map W is (W, -W); W after a ReLU is (W, 0). A unit with a positive kept weight
+    computes relu(x_i), a unit with a negative one relu(-x_i), so each input has two groups of units. With
+    `"balanced"`, a group with nothing to express (a zero row) gets no unit.
 
     Args:
         positive (`np.ndarray`):
@@ -250,7 +249,7 @@ def prune_relu_to_match(
     gains = np.concatenate([np.maximum(W1, 0), np.maximum(-W1, 0)])  # (2 d1, n)
     d1 = len(W1)
     if construction == "proof":
-        run = _runs(*W1.shape)  # an input's run serves both its signs
+        run = _runs(*W1.shape)  # the run of an input is for both signs
         sign = np.take_along_axis(W1, np.maximum(run, 0)[None], axis=0)[0] < 0
         owner = np.where(run < 0, -1, run + d1 * sign)
     else:
@@ -275,14 +274,14 @@ def _runs(groups: int, n: int) -> np.ndarray:
 
 
 def _draft(gains: np.ndarray, W2: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """Return the group that owns each of n units, -1 for none: the group worst off chooses next.
+    """Return the group that owns each of n units, -1 for none. The group with the greatest need chooses next.
 
-    Worst off is who cannot yet reach its targets, then who has fewest units. gains (G, n), W2 (n, d2),
-    targets (G, d2); reach is what a group's terms of the right sign add up to.
+    This is the group that is farthest from its targets, then the one with the fewest units. gains (G, n), W2 (n, d2),
+    targets (G, d2); the reach of a group is the sum of its terms with the right sign.
     """
     groups, n = gains.shape
     owner, reach, count = np.full(n, -1), np.zeros(targets.shape), np.zeros(groups)
-    # the edge of the reach is thinly covered by sums; 1.5 was best of those tried
+    # there are few sums near the edge of the reach; of the factors tried, 1.5 was best
     wanted = 1.5 * np.abs(targets)
     active = wanted.max(axis=1, initial=0.0) > 0
     while active.any():
@@ -306,7 +305,7 @@ def _draft(gains: np.ndarray, W2: np.ndarray, targets: np.ndarray) -> np.ndarray
 def _choose(
     targets: np.ndarray, gains: np.ndarray, W2: np.ndarray, core: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """M2: for group g and output j g's units whose gains_gk w2_kj sum nearest to targets_gj; its error."""
+    """Return M2 (for group g and output j: units k of g whose gains_gk w2_kj sum to about targets_gj), and errors."""
     mask2 = np.zeros(W2.shape, dtype=bool)
     units = [np.flatnonzero(row) for row in gains]
     for size in sorted({len(u) for u in units} - {0}):

@@ -1,12 +1,12 @@
 """Attention by pruning: the existence proof of arXiv 2511.04217 as a program.
 
-A random network with enough hidden width already contains the network you want. Each entry of a
+A random network with enough hidden width already contains the target network. Each entry of a
 target matrix is a subset sum over products of random weights, which `subset_sum.py` finds:
 
     (W1 * M1) @ (W2 * M2) ~ W        W1 (d1, n), W2 (n, d2)
 
-Attention holds two such products per head, W_Q W_K^T / sqrt(d_K) and W_V W_O, with nothing nonlinear
-between the factors; so a source of the same depth suffices. A linear map through a ReLU costs a second
+Attention has two such products per head, W_Q W_K^T / sqrt(d_K) and W_V W_O, with nothing nonlinear
+between the factors, so a source of the same depth is enough. A linear map through a ReLU needs a second
 layer (Pensia et al. 2020), because each input needs units for its positive and for its negative part.
 
 All matrices act on rows, y = x @ W, as GPT-2's Conv1D does. Nothing above the last section needs torch.
@@ -61,11 +61,10 @@ def softmax_bound(logit_error: float, alpha: float, d1: int) -> float:
 
 
 def tight_softmax_bound(logit_error: float, alpha: float) -> float:
-    """Compute the sharp form of Lemma 5, for any error: 2 alpha tanh(logit_error / 2), free of d1.
+    """Compute the sharp form of Lemma 5, for any error: 2 alpha tanh(logit_error / 2), independent of d1.
 
-    Factors of each probability lie in [exp(-e), exp(e)] before normalising; the two-token case with
-    half the mass on each side is the worst, and moves tanh(e / 2) of the mass across, over a distance
-    of at most 2 alpha.
+    Before normalising, each probability changes by a factor in [exp(-e), exp(e)]. The worst case is two tokens with
+    half of the probability each: tanh(e / 2) of it moves from one to the other, over a distance of at most 2 alpha.
 
     Args:
         logit_error (`float`):
@@ -101,7 +100,7 @@ CONSTANT = 5.0
 def required_width(
     eps: float, d1: int, d2: int, heads: int = 1, alpha: float | None = None, *, constant: float = CONSTANT
 ) -> tuple[int, int]:
-    """Compute the widths at which masks with error <= eps exist with probability >= 1 - eps: Theorem 3.
+    """Compute the widths for which masks with error <= eps exist with probability >= 1 - eps: Theorem 3.
 
         n_qk >= C d1 log(8 H alpha^3 d1^(3/2) / eps),  n_v >= C d1 log(2 H alpha d1 sqrt(d2) / eps)
 
@@ -118,7 +117,7 @@ def required_width(
         heads (`int`, defaults to 1):
             Number of heads, H.
         alpha (`float`, *optional*):
-            Bound on the norm of the inputs. Default: the least that the theorem allows, sqrt(max(d1, d2)).
+            Bound on the norm of the inputs. Default: the smallest that the theorem allows, sqrt(max(d1, d2)).
         constant (`float`, defaults to `CONSTANT`):
             The constant C.
 
@@ -138,7 +137,7 @@ def required_width(
 
 
 def achieved_eps(errors: np.ndarray) -> float:
-    """Compute the least eps such that at most a fraction eps of the measured errors exceeds eps.
+    """Compute the smallest eps such that at most a fraction eps of the measured errors exceeds eps.
 
     Args:
         errors (`np.ndarray`):
@@ -160,7 +159,7 @@ def achieved_eps(errors: np.ndarray) -> float:
 def estimate_constant(
     widths: list[int], errors: np.ndarray, d1: int, d2: int, heads: int = 1, alpha: float | None = None
 ) -> float:
-    """Compute the least C for which Theorem 3 agrees with measured errors, where n_qk = n_v = width.
+    """Compute the smallest C for which Theorem 3 agrees with measured errors, with n_qk = n_v = width.
 
     Args:
         widths (`list[int]`):
@@ -180,19 +179,19 @@ def estimate_constant(
         `float`: the constant.
 
     Raises:
-        `ValueError`: for a width whose error is larger than the theorem speaks of.
+        `ValueError`: for a width whose error is too large for the theorem.
     """
     found = 0.0
     for n, row in zip(widths, errors, strict=True):
         eps = achieved_eps(row)
         log = max(_logs(max(eps, np.finfo(float).tiny), d1, d2, heads, alpha))
         if log <= 0:
-            raise ValueError(f"width {n}: error {eps:.3g} exceeds what the theorem speaks of; drop it")
+            raise ValueError(f"width {n}: error {eps:.3g} is too large for the theorem; leave this width out")
         found = max(found, n / (d1 * log))
     return found
 
 
-# -- targets: what is to be approximated, and the plain computation of it in float64 ---------------
+# -- targets: what is approximated, and its plain computation in float64 ---------------------------
 
 
 @dataclass(frozen=True)
@@ -225,12 +224,12 @@ class TargetAttention:
 
     @property
     def qk(self) -> np.ndarray:
-        """W_Q W_K^T / sqrt(d_k) per head, (heads, d1, d1)."""
+        """The product W_Q W_K^T / sqrt(d_k) per head, (heads, d1, d1)."""
         return self.query.astype(np.float64) @ self.key.swapaxes(1, 2) / math.sqrt(self.query.shape[2])
 
     @property
     def vo(self) -> np.ndarray:
-        """W_V W_O per head, (heads, d1, d2)."""
+        """The product W_V W_O per head, (heads, d1, d2)."""
         return self.value.astype(np.float64) @ self.output
 
     def __call__(self, x: np.ndarray, allowed: np.ndarray | None = None) -> np.ndarray:
@@ -286,7 +285,7 @@ class TargetTransformer:
     blocks: tuple[TargetBlock, ...]
 
     def hidden(self, x: np.ndarray) -> np.ndarray:
-        """Run the blocks alone.
+        """Run only the blocks, without embeddings and head.
 
         Args:
             x (`np.ndarray`):
@@ -301,7 +300,7 @@ class TargetTransformer:
         return x
 
     def __call__(self, tokens: np.ndarray) -> np.ndarray:
-        """Logits (..., T, vocabulary) of token numbers (..., T)."""
+        """Compute logits (..., T, vocabulary) from token ids (..., T)."""
         x = self.wte[tokens].astype(np.float64) + self.wpe[: tokens.shape[-1]]
         return self.hidden(x) @ self.wte.T
 
@@ -317,7 +316,7 @@ class TargetTransformer:
             [`TargetTransformer`]: the target.
 
         Raises:
-            `ValueError`: for a structure that the construction does not have.
+            `ValueError`: for a structure that the construction cannot express.
         """
         base = getattr(model, "transformer", model)
         config = base.config
@@ -345,7 +344,7 @@ class TargetTransformer:
         return cls(weights["wte.weight"], weights["wpe.weight"], tuple(blocks))
 
 
-# -- sources: masks in the ticket's own form; the library's own model computes with them -----------
+# -- sources: masks in the form of a ticket; the model of hf_slt computes with them ----------------
 
 
 @dataclass(frozen=True)
@@ -372,7 +371,7 @@ class ApproximateAttention:
     vo_error: np.ndarray  # (heads, d1, d2)
 
     def bound(self, alpha: float) -> float:
-        """Compute what no output can be off by, for inputs with |x_i| <= alpha, any length and any attention mask.
+        """Compute a bound on the error of any output, for inputs with |x_i| <= alpha, any length and attention mask.
 
         Per head, in spectral norms:  2 alpha tanh(e / 2) |W_VO| + alpha |vo_error|,  e = alpha^2 |qk_error|.
 
@@ -388,7 +387,7 @@ class ApproximateAttention:
         return sum(tight_softmax_bound(alpha**2 * qk, alpha) * W + alpha * vo for qk, vo, W in norms)
 
     def layer(self) -> FreeWidthAttention:
-        """Build the library's attention layer with these masks, in float64 (the weights are float32 draws).
+        """Build the attention layer of hf_slt with these masks, in float64 (the weights are drawn in float32).
 
         Returns:
             [`FreeWidthAttention`]: the layer.
@@ -398,7 +397,7 @@ class ApproximateAttention:
         return SupermaskGPT2Model.from_mask_arrays(self.config, self.masks).double().h[0].attn
 
     def __call__(self, x: np.ndarray, allowed: np.ndarray | None = None) -> np.ndarray:
-        """Compute what the target computes, by `layer()`: x (..., T, d1), allowed (..., T, T), to (..., T, d2)."""
+        """Approximate the target with `layer()`: from x (..., T, d1) and allowed (..., T, T) to (..., T, d2)."""
         return run_attention(self.layer(), x, self.target.output.shape[2], allowed)
 
 
@@ -415,7 +414,7 @@ def run_attention(
         d2 (`int`):
             Width of the outputs.
         allowed (`np.ndarray`, *optional*):
-            Which positions see which, as for the target. Default: all see all.
+            Which positions see which, as for the target. Default: every position sees all.
 
     Returns:
         `np.ndarray`: outputs, (..., T, d2).
@@ -429,7 +428,7 @@ def run_attention(
         seen = np.broadcast_to(allowed, (*lead, length, length)).reshape(-1, 1, length, length)
         bias = torch.from_numpy(np.where(seen, 0.0, -np.inf)).to(dtype)
     with torch.no_grad():
-        # GPT-2's layer takes itself for causal when no mask is given
+        # GPT-2's layer is causal if no mask is given
         y, _ = layer(torch.from_numpy(padded).to(dtype), attention_mask=bias, is_causal=False)
     return y.numpy()[..., :d2].reshape(*lead, length, d2).astype(np.float64)
 
@@ -446,7 +445,7 @@ def approximate_attention(
 ) -> ApproximateAttention:
     """Prune the random attention of this seed and these head widths down to the target (Theorem 3).
 
-    The source has the target's heads and width max(d1, d2); what the target lacks of it is pruned.
+    The source has the target's heads, and width max(d1, d2); coordinates that the target does not have are pruned.
 
     Args:
         target ([`TargetAttention`]):
@@ -460,7 +459,7 @@ def approximate_attention(
         construction (`Construction`, defaults to `"proof"`):
             `"proof"` or `"balanced"`, see `prune_to_match`.
         qk_scale (`float` or `str`, defaults to `"paper"`):
-            Factor on query and key weights. One other than `"paper"` shows what the scale is for.
+            Factor on query and key weights. Another value than `"paper"` shows why the scale is needed.
         core (`int`, defaults to 40):
             How many values of a subset sum are placed exactly.
 
@@ -531,13 +530,13 @@ def approximate_transformer(
 
     GPT-2's MLP has one hidden layer, and pruning turns that into one *linear* layer (see
     `prune_relu_to_match`); so the target's two-layer MLP takes the MLPs of two source blocks. Between
-    them its m pre-activations live in coordinates that the source's residual stream has beyond the
-    target's d:
+    them its m pre-activations are in coordinates that the residual stream of the source has in addition to the
+    d of the target:
 
         source block 2b      h = x + attention(x);  s = h @ c_fc     s into the scratch coordinates
         source block 2b + 1  h + relu(s) @ c_proj                    its attention is pruned to nothing
 
-    Embeddings are the target's own, carried by `embedding="trained"`.
+    Embeddings are those of the target, stored as `embedding="trained"`.
 
     Args:
         target ([`TargetTransformer`]):
@@ -553,9 +552,9 @@ def approximate_transformer(
         construction (`Construction`, defaults to `"proof"`):
             `"proof"` or `"balanced"`, see `prune_to_match`.
         scratch (`Literal['fresh', 'cleared']`, defaults to `"fresh"`):
-            `"fresh"` gives every target block m coordinates of its own, width d + blocks * m. `"cleared"` reuses
-            the same m (width d + m): the second block also subtracts s from itself, which takes units for the
-            negative parts too and so about doubles the n_inner needed.
+            `"fresh"` gives every target block its own m coordinates: width d + blocks * m. `"cleared"` uses the same
+            m for all (width d + m): the second block also subtracts s from itself. This needs units for the negative
+            parts too, so n_inner must be about twice as large.
         core (`int`, defaults to 40):
             How many values of a subset sum are placed exactly.
 
@@ -597,7 +596,7 @@ def approximate_transformer(
 
 
 class _Source:
-    """A random supermask GPT-2 of which nothing is kept, until its blocks are pruned to match targets."""
+    """A random supermask GPT-2. Its masks are empty at first; then its blocks are pruned to match targets."""
 
     def __init__(self, construction: Construction, core: int, **options: Any) -> None:
         from ..models.gpt2 import SupermaskGPT2Config
@@ -610,25 +609,25 @@ class _Source:
         self.how: dict[str, Any] = {"construction": construction, "core": core}
 
     def pruned(self) -> tuple[SupermaskGPT2Config, dict[str, np.ndarray]]:
-        """Configuration and masks; density is an outcome, as the construction keeps what it needs."""
+        """Return configuration and masks. The density is a result: the construction keeps what it needs."""
         every = np.concatenate([mask.ravel() for mask in self.masks.values()])
         self.config.density = max(int(every.sum()), 1) / every.size
         return self.config, self.masks
 
     def _tensors(self, block: int, *leaves: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Frozen weight, in float64, and mask of tensors of a block."""
+        """Yield the frozen weight, in float64, and the mask of tensors of a block."""
         for name in (f"h.{block}.{leaf}" for leaf in leaves):
             yield self.config.tensor(name).draw().astype(np.float64), self.masks[name]
 
     def prune_attention(self, block: int, target: TargetAttention) -> tuple[np.ndarray, np.ndarray]:
-        """Fill in the four attention masks of a block; the errors of W_QK and W_VO per head."""
+        """Fill in the four attention masks of a block. Return the errors of W_QK and W_VO per head."""
         d1, d2 = target.query.shape[1], target.output.shape[2]
         n_qk, n_v = self.config.qk_width, self.config.v_width
         if min(n_qk, n_v) < d1:
             raise ValueError(f"n_qk={n_qk}, n_v={n_v}: both must be at least d1 = {d1}, one unit per input")
         leaves = ("attn.c_attn.query", "attn.c_attn.key", "attn.c_attn.value", "attn.c_proj")
         (W_Q, mask_q), (W_K, mask_k), (W_V, mask_v), (W_O, mask_o) = self._tensors(block, *leaves)
-        root = n_qk**0.25  # the logits' 1 / sqrt(n_qk), half of it to either factor
+        root = n_qk**0.25  # the factor 1 / sqrt(n_qk) of the logits, divided between query and key
         qk_error, vo_error = [], []
         for h, (qk, vo) in enumerate(zip(target.qk, target.vo, strict=True)):
             at_qk = (slice(0, d1), slice(h * n_qk, (h + 1) * n_qk))

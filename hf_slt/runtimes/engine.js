@@ -1,16 +1,16 @@
 // A ticket in plain JavaScript: read it, draw its weights, check every digest, compute, sample, tokenise.
 //
 //   weight = drawn(seed, name, index) * factors[code] * scale       as hf_slt/weights computes it, bit for bit
-//   weight = drawn(seed, name, state) * scale                       of a trellis: codes are a path through its states
+//   weight = drawn(seed, name, state) * scale                       for a trellis: codes are a path through its states
 //
 // The format and the generator are specified in docs/format.md, hf_slt/weights/random_weights.py, codes.py and
-// quantisation.py, and hf_slt/tickets/entropy.py. Nothing here knows of a page: it runs in Node as well.
+// quantisation.py, and hf_slt/tickets/entropy.py. Nothing here needs a page: it also runs in Node.
 const SLT = (() => {
   "use strict";
   const GENERATOR = "philox4x64-10/1";
   const TABLE_DIGEST = "e826a52cdd8f495d8df125d4853240931f5e58f5898454d43d5ebdc48025652a";
-  const VERSIONS = [1, 2, 3]; // of the format; before 3 the options stand flat in the configuration
-  const INFLATED = 16; // times its own length: the longest text that a deflated header may stand for
+  const VERSIONS = [1, 2, 3]; // versions of the format; before 3 the options are not nested in the configuration
+  const INFLATED = 16; // a deflated header may become this many times longer
   const CHUNK = 1 << 16; // weights drawn, or bytes digested, between two pauses
   const utf8 = new TextEncoder();
   const sum = (numbers) => numbers.reduce((total, one) => total + one, 0);
@@ -20,7 +20,7 @@ const SLT = (() => {
   const [START, ROUNDS] = (() => {
     const primes = [];
     for (let n = 2; primes.length < 64; n++) if (primes.every((p) => n % p)) primes.push(n);
-    const bits = (root) => ((root % 1) * 2 ** 32) | 0; // the first 32 after the point
+    const bits = (root) => ((root % 1) * 2 ** 32) | 0; // the first 32 bits after the point
     return [primes.slice(0, 8).map((p) => bits(Math.sqrt(p))), Int32Array.from(primes, (p) => bits(Math.cbrt(p)))];
   })();
 
@@ -131,13 +131,13 @@ const SLT = (() => {
     return keys;
   }
 
-  // Words of 32 bits from block `first` on, eight a block, until `out` is full.
+  // Fills `out` with words of 32 bits, eight per block, beginning with block `first`.
   function fillWords(keys, first, out) {
     const M0 = 0xe14c6c93 | 0, M1 = 0xd2e7470e | 0, N0 = 0x95121157 | 0, N1 = 0xca5a8263 | 0;
     for (let at = 0, block = first + 1; at < out.length; at += 8, block++) {
       let a0 = block | 0, a1 = (block / 2 ** 32) | 0, b0 = 0, b1 = 0, c0 = 0, c1 = 0, d0 = 0, d1 = 0;
       for (let k = 0; k < 40; k += 4) {
-        // a * M and c * N, 128 bits each: parts by 32 bits, and what they carry
+        // a * M and c * N, 128 bits each: parts of 32 bits, and their carries
         let p = upper(a0, M0), q = Math.imul(a0, M1), r = Math.imul(a1, M0);
         let s = (p + q) | 0, t = (s + r) | 0, up = carry(s, p) + carry(t, s);
         const low1 = t, low0 = Math.imul(a0, M0);
@@ -336,14 +336,14 @@ const SLT = (() => {
     return down + (rest > 0.5 || (rest === 0.5 && down % 2) ? 1 : 0);
   };
 
-  // Where a share of a tensor is searched: 2 for a weight that has a code, 1 for one kept for good, 0 for neither.
+  // If only a part of a tensor is searched: 2 for a weight that has a code, 1 for one that is always kept, 0 for neither.
   function searchPattern(seed, name, size, searched, frozenDensity) {
     const order = words(seed, name + ".search", 0, size), sorted = order.slice().sort();
     const kinds = new Uint8Array(size);
     for (const many of [searched + roundEven(frozenDensity * (size - searched)), searched]) {
       if (!many) continue;
       const last = sorted[many - 1];
-      let ties = many - sorted.indexOf(last); // of equal words the first in order count
+      let ties = many - sorted.indexOf(last); // of equal words, the first ones count
       for (let i = 0; i < size; i++) if (order[i] < last || (order[i] === last && ties-- > 0)) kinds[i]++;
     }
     return kinds;
@@ -380,7 +380,7 @@ const SLT = (() => {
     }
   }
 
-  // What a file holds of a tensor, in order: [key, type, how many numbers].
+  // The arrays of a tensor in a file, in order: [key, type, number of values].
   function stored(entry) {
     const size = entry.shape[0] * entry.shape[1], scales = [entry.key + "_scales", "F16", entry.shape[0]];
     if (entry.key == null) return [];
@@ -402,8 +402,8 @@ const SLT = (() => {
     }
     const plain = metadata.hf_slt.startsWith("{");
     const text = plain ? metadata.hf_slt : await inflate(fromBase64(metadata.hf_slt), INFLATED * metadata.hf_slt.length);
-    const found = sha256(text), told = metadata.hf_slt_sha256;
-    if (found !== told) return { found, told };
+    const found = sha256(text), expected = metadata.hf_slt_sha256;
+    if (found !== expected) return { found, expected };
     const header = JSON.parse(text);
     const options = text.slice(Math.max(0, text.indexOf(`"supermask":`)));
     header.seed = options.match(/"seed":\s*(\d+)/)[1]; // as text: a number of 64 bits is more than JSON.parse holds
@@ -417,21 +417,22 @@ const SLT = (() => {
       end = stop;
     }
     if (8 + length + end !== bytes.length) throw Error("the file is longer or shorter than its table says");
-    return { found, told, header, parts };
+    return { found, expected, header, parts };
   }
 
-  // A ticket, read, drawn and checked. `tell` hears of every digest: {name, kind, told, found, good}; `pause` is
-  // awaited often, so that a page can breathe. What is wrong is in `faults`, one line each; never an exception.
-  async function open(bytes, { tell = () => {}, pause = () => {} } = {}) {
+  // Reads a ticket, draws its weights and checks it. `report` is called with every digest: {name, kind, expected,
+  // found, good}. `pause` is awaited often, to keep a page responsive. Faults are never thrown: `faults` has one line
+  // for each.
+  async function open(bytes, { report = () => {}, pause = () => {} } = {}) {
     const ticket = { faults: [], tensors: {}, bytes: bytes.length, drawing: 0 }; // in milliseconds
-    const check = async (name, kind, told, found) => {
-      const good = told.length >= 16 && found.startsWith(told);
-      if (!good) ticket.faults.push(`${name}: the ${kind} digest ${found.slice(0, 8)}…, and should have ${told.slice(0, 8)}…`);
-      await tell({ name, kind, told, found, good });
+    const check = async (name, kind, expected, found) => {
+      const good = expected.length >= 16 && found.startsWith(expected);
+      if (!good) ticket.faults.push(`${name}: the ${kind} digest ${found.slice(0, 8)}…, and should have ${expected.slice(0, 8)}…`);
+      await report({ name, kind, expected, found, good });
     };
     try {
       const file = await readFile(bytes);
-      await check("header", "description has", file.told, file.found);
+      await check("header", "description has", file.expected, file.found);
       if (!file.header) return ticket;
       await readTensors(ticket, file, check, pause);
     } catch (error) {
@@ -443,10 +444,10 @@ const SLT = (() => {
   async function readTensors(ticket, { header, parts }, check, pause) {
     const version = header.format_version, { supermask, ...stock } = header.config;
     if (!VERSIONS.includes(version)) throw Error(`this ticket has format version ${version}; this page reads ${VERSIONS[0]} to ${VERSIONS.at(-1)}; make the page again with a newer hf_slt`);
-    if ((version < 3) !== (supermask === undefined)) throw Error(`options in a place that version ${version} has not`);
+    if ((version < 3) !== (supermask === undefined)) throw Error(`the options are in the wrong place for version ${version}`);
     const config = { factors: [0, 1], search: 1, frozen_density: null, ...stock, ...supermask };
     Object.assign(ticket, { config, header, seed: header.seed });
-    if (config.weight_generator !== GENERATOR) throw Error(`weights of ${config.weight_generator}, unknown here`);
+    if (config.weight_generator !== GENERATOR) throw Error(`weight_generator ${config.weight_generator} is unknown`);
     const entries = Object.entries(header.tensors).map(([name, entry]) => {
       const size = entry.shape[0] * entry.shape[1];
       const counts = entry.counts ?? (entry.kept == null ? null : [size - entry.kept, entry.kept]); // of version 1
@@ -457,7 +458,7 @@ const SLT = (() => {
     let codes = {};
     if (coded) {
       let [, data] = parts.coded ?? parts.coded_masks;
-      if (parts.coded) { // trained values first, as they would stand in tensors of their own
+      if (parts.coded) { // trained values come first, with the same bytes as in separate tensors
         for (const [, entry] of entries) {
           for (const [key, type, many] of entry.counts ? [] : stored(entry)) {
             parts[key] = [type, data.subarray(0, many * WIDTH[type])];
@@ -496,7 +497,7 @@ const SLT = (() => {
       if (entry.law != null) {
         const begin = performance.now();
         let drawn = null;
-        if (config.state_bits && entry.counts) { // a table of numbers, here in units of their law, times that unit
+        if (config.state_bits && entry.counts) { // a table of numbers in units of their law, times that unit
           const wide = entry.law === "xavier_uniform", shape = [2 ** config.state_bits, 1], law = wide ? "uniform" : entry.law;
           const unit = wide ? entry.scale * Math.sqrt(6 / (entry.shape[0] + entry.shape[1])) : entry.scale;
           drawn = await draw(ticket.seed, name, shape, law, unit, pause);
@@ -536,9 +537,9 @@ const SLT = (() => {
     for (const name in wanted) if (!found[name]) throw Error(`${name} is missing`);
     const language = /LMHeadModel$/.test(config.architectures?.[0] ?? "");
     if (language && !config.tie_word_embeddings !== Boolean(found.lm_head)) {
-      throw Error(`a head that is ${found.lm_head ? "there" : "missing"}, against tie_word_embeddings`);
+      throw Error(`lm_head is ${found.lm_head ? "present" : "missing"}, which does not fit tie_word_embeddings`);
     }
-    if (language && Boolean(config.head_bias) !== Boolean(found.head_bias)) throw Error("a head_bias against the configuration");
+    if (language && Boolean(config.head_bias) !== Boolean(found.head_bias)) throw Error("head_bias does not fit the configuration");
     for (const [name, { shape, counts }] of entries) {
       let right = wanted[name] ?? extra[name];
       if (name.endsWith(".scale")) {
@@ -546,10 +547,10 @@ const SLT = (() => {
         right = of && [1, config.scales === "tensor" ? 1 : tall ? of.shape[1] : of.shape[0]];
       }
       if (!right || shape.length !== 2 || right.some((one, i) => one !== null && one !== shape[i])) {
-        throw Error(`${name} has the shape ${shape}, the configuration says ${right ?? "nothing of it"}`);
+        throw Error(`${name} has the shape ${shape}, the configuration says ${right ?? "nothing about it"}`);
       }
       if (counts && (config.scales ?? "none") !== "none" && !found[name + ".scale"]) throw Error(`${name}.scale is missing`);
-      if (counts && counts.length !== config.factors.length) throw Error(`${name} has codes of other factors`);
+      if (counts && counts.length !== config.factors.length) throw Error(`${name} has another number of codes than there are factors`);
     }
   }
 
@@ -565,7 +566,7 @@ const SLT = (() => {
 
   // -- masks -------------------------------------------------------------------------------------------
 
-  // The same codes in another order, which a seed decides: a random mask with the counts of a trained one.
+  // Shuffles codes by a seed: a random mask with the same counts as the trained one.
   function shuffled(tensor, seed) {
     const codes = tensor.codes.slice(), draws = words(seed, tensor.name + ".shuffle", 0, codes.length);
     for (let i = codes.length - 1; i > 0; i--) {
@@ -576,7 +577,7 @@ const SLT = (() => {
     return codes;
   }
 
-  // The factor of every weight; null where all of them are kept, or none was drawn.
+  // The factor of every weight; null if all weights are kept, or none is drawn.
   function factors(tensor, codes, table) {
     if (!codes) return null;
     const found = new Float32Array(tensor.size);
@@ -584,7 +585,7 @@ const SLT = (() => {
       const [rows, columns] = tensor.shape, down = tensor.input_axes[0] === 0, bits = planes(table.length);
       const [outputs, inputs, step, next] = down ? [columns, rows, columns, 1] : [rows, columns, 1, columns];
       for (let output = 0; output < outputs; output++) {
-        let state = 0; // before the first weight of a row comes its last
+        let state = 0; // a row is closed: before its first weight comes its last
         for (let i = -inputs; i < inputs; i++) {
           const at = output * next + (i < 0 ? i + inputs : i) * step;
           state = ((state << bits) | codes[at]) & (tensor.table.length - 1);
@@ -617,7 +618,7 @@ const SLT = (() => {
     silu: (x) => x / (1 + Math.exp(-x)),
   };
 
-  // y = matrix @ x, the matrix (outputs, inputs) in rows, of which four go at a time
+  // y = matrix @ x, with a matrix (outputs, inputs) stored by rows; four rows at a time
   function multiply({ weights, inputs }, x, y) {
     let row = 0;
     for (; row + 3 < y.length; row += 4) {
@@ -647,9 +648,9 @@ const SLT = (() => {
       this.v = config.n_v ?? width / heads;
       this.positions = config.n_positions;
       this.act = ACTIVATIONS[config.activation_function];
-      if (!this.act) throw Error(`activation_function ${config.activation_function}, unknown here`);
+      if (!this.act) throw Error(`activation_function ${config.activation_function} is unknown`);
       this.table = config.factors;
-      const floats = (n) => new Float64Array(n); // as JavaScript computes; only weights are shorter
+      const floats = (n) => new Float64Array(n); // JavaScript computes in float64; only weights are float32
       this.x = floats(width); this.normed = floats(width); this.out = floats(width);
       this.query = floats(heads * this.qk); this.mixed = floats(heads * this.v); this.inner = floats(inner);
       this.shares = floats(this.positions); this.logits = floats(config.vocab_size);
@@ -659,8 +660,8 @@ const SLT = (() => {
       this.length = 0; // tokens read
     }
 
-    // The matrices of a mask: the trained one, or with a seed a random one of the same counts. False if another
-    // mask was asked for in the meantime.
+    // Computes the matrices of a mask: the trained mask or, with a seed, a random mask with the same counts. Returns
+    // false if another mask was requested in the meantime.
     async setMask(seed = null, pause = () => {}) {
       const turn = (this.turn = {}), codes = {}, matrices = {};
       for (const tensor of Object.values(this.ticket.tensors)) {
@@ -674,7 +675,7 @@ const SLT = (() => {
       return true;
     }
 
-    // One weight as the model computes with it, and all that it is made of.
+    // One weight of the model, and the numbers from which it is computed.
     weight(tensor, found, i, code) {
       const scale = this.scaleOf(tensor, i), drawn = tensor.drawn ? tensor.drawn[i] : tensor.values[i];
       const weight = Math.fround(Math.fround(drawn * (found ? found[i] : 1)) * scale);
@@ -696,7 +697,7 @@ const SLT = (() => {
       for (let row = 0, i = 0; row < rows; row++) {
         for (let column = 0; column < columns; column++, i++) {
           const one = found ? Math.fround(source[i] * found[i]) : source[i];
-          // inside a block inputs come first; here outputs do
+          // tensors of a block have inputs first; here outputs are first
           weights[inside ? column * rows + row : i] = one * scales[row * down + column * across];
         }
         if (row % 64 === 63) await pause();
@@ -740,7 +741,7 @@ const SLT = (() => {
       }
     }
 
-    // The logits after one more token; the array is overwritten by the next call.
+    // Returns the logits after one more token. The next call overwrites the array.
     forward(token) {
       const { x, normed, out, matrices: m, heads, qk, v, inner, act } = this, at = this.length++;
       const wte = m.wte.weights, wpe = m.wpe.weights, width = x.length;
@@ -767,8 +768,8 @@ const SLT = (() => {
     }
   }
 
-  // Token `step` of a draw: from the k likeliest (and what equals the last of them), or the likeliest at
-  // temperature 0. A pure function of seed and step, so that the same draw can be made with another mask.
+  // Chooses token `step` of a draw: one of the k most likely (and of those equal to the last of them), or the most
+  // likely one at temperature 0. It depends only on seed and step: the same draw can be repeated with another mask.
   function sample(logits, { temperature = 1, topK = 0, seed = 0, step = 0 } = {}) {
     let best = 0;
     for (let i = 1; i < logits.length; i++) if (logits[i] > logits[best]) best = i;
@@ -779,10 +780,10 @@ const SLT = (() => {
     for (let i = 0; i < logits.length; i++) total += share(i);
     let point = ((words(seed, "sample", step, step + 1)[0] + 0.5) / 2 ** 32) * total;
     for (let i = 0; i < logits.length; i++) if ((point -= share(i)) < 0) return i;
-    return best; // the last of a sum that was rounded
+    return best; // only if the sum was rounded
   }
 
-  // How many bits a token is worth, given the logits before it.
+  // The bits (-log2 p) of a token, given the logits before it.
   function surprise(logits, token) {
     let largest = -Infinity, total = 0;
     for (const one of logits) largest = Math.max(largest, one);
@@ -795,15 +796,15 @@ const SLT = (() => {
   // GPT-2's pattern. White_Space is what \s means to `tokenizers`; JavaScript's own \s differs in two characters.
   const PIECES =
     /'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\p{White_Space}\p{L}\p{N}]+|\p{White_Space}+(?!\P{White_Space})|\p{White_Space}+/gu;
-  const LETTERS = (() => { // of the bytes: printable ones stand for themselves
+  const LETTERS = (() => { // the letter of each byte: printable bytes stand for themselves
     const printable = (b) => (b > 32 && b < 127) || (b > 160 && b !== 173);
     let next = 256;
     return Array.from({ length: 256 }, (_, b) => String.fromCharCode(printable(b) ? b : next++));
   })();
 
   class Tokenizer {
-    // tokens: texts by id, null for what the merges make, in order; merges: pairs of ids, best first;
-    // added: tokens found as they stand in a text
+    // tokens: texts by id, null for tokens that the merges make, in order; merges: pairs of ids, best first;
+    // added: tokens that are found in a text before merging
     constructor({ tokens, merges, added, special, prefix_space, before, after }) {
       Object.assign(this, { tokens, special: new Set(special), prefixSpace: prefix_space, before, after });
       this.ids = new Map(tokens.map((text, id) => [text, id]));
@@ -857,7 +858,7 @@ const SLT = (() => {
       return ids;
     }
 
-    // The bytes of a token; none of a special one, or of an id that no token has.
+    // The bytes of a token. A special token, or an id without a token, has none.
     decode(id) {
       if (this.special.has(id) || this.tokens[id] == null) return new Uint8Array();
       const letters = [...this.tokens[id]];

@@ -1,20 +1,20 @@
 """How llama.cpp stores the weights of a tensor: in blocks along its rows, one row for each output.
 
-Where weights are -c, 0 and c (law signed_constant, and a rule that keeps, drops or flips them), a row times its
+If weights are -c, 0 and c (law signed_constant, and a rule that keeps, drops or flips them), a row times its
 learned scale is stored as small codes, and a float16 number d for each block:
 
     row = d * codes,    d = c * scale
 
     type     codes       block                  bits per weight
-    q1_0     -1, 1       128 weights in 18 B    1.125            where nothing is dropped: rule sign
+    q1_0     -1, 1       128 weights in 18 B    1.125            if nothing is dropped: rule sign
     tq1_0    -1, 0, 1    256 weights in 54 B    1.69             five codes in a byte
     tq2_0    -1, 0, 1    256 weights in 66 B    2.06             four codes in a byte: the fastest on a CPU
-    q2_0     -1, 0, 1     64 weights in 18 B    2.25             the same, in shorter blocks
+    q2_0     -1, 0, 1     64 weights in 18 B    2.25             four codes in a byte, in shorter blocks
     q4_0     -1, 0, 1     32 weights in 18 B    4.5              two codes in a byte (it could hold -8 to 7)
     f16, f32                                    16, 32           for any weights
 
-Codes are exact. d is rounded to float16, by 2**-11 at most. A row must fill its blocks, as ggml has no padding;
-therefore each tensor gets a type of its own: the smallest that holds it.
+Codes are exact. d is rounded to float16, by 2**-11 at most. A row must fill its blocks, because ggml has no padding.
+Therefore each tensor gets its own type: the smallest type that can hold it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -33,7 +33,7 @@ class Type:
         number (`int`):
             Its number in ggml.
         file_number (`int`):
-            The number of files that are mostly of it.
+            ggml's number for files that mostly have this type.
         block (`int`, defaults to 1):
             Weights in a block.
         bytes (`int`, defaults to 4):
@@ -63,7 +63,7 @@ CODED = {
 }
 FLOAT = {"f16": Type(1, 1, bytes=2), "f32": Type(0, 0)}
 TYPES = CODED | FLOAT  # the smallest first
-MOST_ROUNDING = 2**-11  # of the largest weight of a row: what float16 does to numbers within its range
+MOST_ROUNDING = 2**-11  # largest rounding error of float16, as a share of the largest weight of a row
 
 
 def is_ternary(rows: np.ndarray) -> bool:
@@ -74,7 +74,7 @@ def is_ternary(rows: np.ndarray) -> bool:
             The matrix in float32, one row per output.
 
     Returns:
-        `bool`: whether it is so.
+        `bool`: True if every row does.
 
     Example:
 
@@ -109,7 +109,7 @@ def rounding(rows: np.ndarray, type: str) -> float:
 
 
 def misfit(rows: np.ndarray, type: str) -> str | None:
-    """Return why a type cannot hold a matrix. The float types hold whatever is in their range.
+    """Return why a type cannot hold a matrix. The float types hold all numbers in their range.
 
     Args:
         rows (`np.ndarray`):
@@ -126,16 +126,16 @@ def misfit(rows: np.ndarray, type: str) -> str | None:
     if not kind.zero and not rows.all():
         return "has zeros"
     if rows.shape[1] % kind.block:
-        return f"has rows of {rows.shape[1]} weights, which fill no block of {kind.block}"
+        return f"has rows of {rows.shape[1]} weights, which is not a multiple of the block of {kind.block}"
     if rounding(rows, type) > MOST_ROUNDING:
-        return "has weights outside of what float16 holds"
+        return "has weights outside the range of float16"
     return None
 
 
 def smallest_type(rows: np.ndarray) -> str:
     """Return the smallest type that holds a matrix.
 
-    Weights that are not ternary are not rounded: they get float16 only if that holds them all.
+    Weights that are not ternary are not rounded: they get float16 only if it holds all of them exactly.
 
     Args:
         rows (`np.ndarray`):
@@ -159,15 +159,15 @@ def choose_types(
         matrices (`Mapping[str, np.ndarray]`):
             The matrices by name, one row per output.
         wanted (`str`):
-            One of `TYPES`, which every matrix gets that it can hold, or `"auto"`. The others get the smallest.
+            One of `TYPES`, or `"auto"`. Every matrix that this type can hold gets it. The others get the smallest.
         tables (`Iterable[str]`, *optional*):
-            Names of the tables among them. It is not enough if a type holds these only.
+            Names of the tables among them. It is an error if the type can hold only these.
 
     Returns:
         `dict[str, str]`: one of `TYPES` for each name.
 
     Raises:
-        [`SLTError`]: if the type that is wanted holds no matrix, or if weights are outside of float16.
+        [`SLTError`]: if the wanted type can hold no matrix, or if weights are outside the range of float16.
     """
     if wanted == "auto":
         return {name: smallest_type(rows) for name, rows in matrices.items()}
@@ -186,7 +186,7 @@ def choose_types(
 
 
 def pack(rows: np.ndarray, type: str) -> np.ndarray:
-    """Return a matrix as a type that holds it stores it, or a vector in float32.
+    """Convert a matrix to the form in which a type stores it, or a vector to float32.
 
     Args:
         rows (`np.ndarray`):
@@ -220,7 +220,7 @@ def pack(rows: np.ndarray, type: str) -> np.ndarray:
 def describe_types(
     matrices: Mapping[str, np.ndarray], types: Mapping[str, str], wanted: str = "auto"
 ) -> Iterator[str]:
-    """Yield what a user should know of a file: one line for each type, and one for what was rounded.
+    """Yield what a user should know about a file: one line for each type, and one about rounding.
 
     Args:
         matrices (`Mapping[str, np.ndarray]`):
@@ -228,7 +228,7 @@ def describe_types(
         types (`Mapping[str, str]`):
             The type of each matrix, as `choose_types` returns it.
         wanted (`str`, defaults to `"auto"`):
-            The type that the user asked for. A float type that was not asked for is explained.
+            The type that the user asked for. If another, a float type, was used, the line explains why.
 
     Yields:
         `str`: the lines.
@@ -242,7 +242,7 @@ def describe_types(
         why = ""
         if type in FLOAT and type != wanted:
             ternary = [is_ternary(matrices[name]) for name in names]
-            why = ", which fill no block" if all(ternary) else "" if any(ternary) else ", not ternary"
+            why = ", not a multiple of a block" if all(ternary) else "" if any(ternary) else ", not ternary"
         yield f"{type}, {TYPES[type].bits:.3g} bits per weight: {count} with rows of {lengths}{why}"
     errors = {name: rounding(rows, types[name]) for name, rows in matrices.items()}
     worst = max(errors, key=lambda name: errors[name])

@@ -1,7 +1,7 @@
 """A byte-level BPE tokenizer in the header of a GGUF file: llama.cpp then splits and merges text as Python does.
 
-llama.cpp has the patterns that texts are split by in its own code, under names. Three are written here: GPT-2's,
-Llama 3's and Qwen's. A tokenizer that splits otherwise is refused.
+llama.cpp has the patterns for splitting text in its own code; a file only names one. Three can be written here:
+those of GPT-2, Llama 3 and Qwen. A tokenizer that splits text in another way raises an error.
 """
 
 import json
@@ -15,7 +15,7 @@ _ENGLISH = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA_3 = rf"{_ENGLISH}|\p{{N}}{{1,3}}|{_REST}"
 QWEN = rf"{_ENGLISH}|\p{{N}}|{_REST}"
-# llama.cpp's name, by pattern and whether a word that is a token is taken without merging (ignore_merges).
+# llama.cpp's name, by the pattern and by ignore_merges: whether a word that is a token is used without merging.
 SPLITS = {
     ("", False): "gpt-2",
     (LLAMA_3, True): "llama-bpe",
@@ -23,12 +23,12 @@ SPLITS = {
     (QWEN, False): "qwen2",
 }
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # kinds of tokens
-_HINT = "llama.cpp gets byte-level BPE, split as GPT-2, Llama 3 or Qwen split it, and nothing else"
+_HINT = "llama.cpp can only use byte-level BPE that splits text as GPT-2, Llama 3 or Qwen do"
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What llama.cpp needs to know of a byte-level BPE tokenizer.
+    """What llama.cpp needs to know about a byte-level BPE tokenizer.
 
     Args:
         tokens (`list[str]`):
@@ -40,13 +40,13 @@ class Vocabulary:
         split (`str`):
             llama.cpp's name for how text is split, one of the values of `SPLITS`.
         bos (`int`):
-            Id of the start-of-text token. Where the tokenizer has none, it is that of end-of-text.
+            Id of the start-of-text token. If the tokenizer has none, the id of the end-of-text token.
         eos (`int`):
             Id of the end-of-text token.
         adds_bos (`bool`):
             Whether the tokenizer puts the start-of-text token before a text.
         normalizes (`bool`, defaults to `False`):
-            Whether the tokenizer brings text into Unicode's NFC, which llama.cpp does not do.
+            Whether the tokenizer converts text to Unicode's NFC, which llama.cpp does not do.
     """
 
     tokens: list[str]
@@ -91,7 +91,7 @@ def read_vocabulary(tokenizer: Any, rows: int) -> Vocabulary:
         [`Vocabulary`]: what llama.cpp needs of it.
 
     Raises:
-        [`SLTError`]: naming what llama.cpp would do otherwise.
+        [`SLTError`]: if llama.cpp would give other tokens. The message names the reason.
     """
     refuse_unknown_ids(tokenizer, rows)
     facts = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -129,7 +129,7 @@ def read_vocabulary(tokenizer: Any, rows: int) -> Vocabulary:
 
 
 def _name_of_split(before: dict[str, Any], ignore_merges: bool) -> str:
-    """Return llama.cpp's name for how a pre-tokenizer splits text; `SLTError` if it has none."""
+    """Return llama.cpp's name for how a pre-tokenizer splits text. Raise `SLTError` if it has none."""
     parts = before["pretokenizers"] if before.get("type") == "Sequence" else [before]
     *first, last = parts
     if last.get("type") != "ByteLevel":
@@ -142,7 +142,7 @@ def _name_of_split(before: dict[str, Any], ignore_merges: bool) -> str:
         plain = {"type": "Split", "behavior": "Isolated", "invert": False}
         if len(first) > 1 or any(first[0].get(name) != value for name, value in plain.items()):
             raise SLTError(
-                f"a tokenizer with a Sequence in which one Split (behavior isolated) is not all; {_HINT}"
+                f"a tokenizer with a Sequence that is not a single Split (behavior isolated); {_HINT}"
             )
     if last.get("use_regex", True) == bool(first):
         raise SLTError(f"a tokenizer with use_regex {last.get('use_regex', True)}; {_HINT}")

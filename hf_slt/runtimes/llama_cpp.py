@@ -1,11 +1,11 @@
-"""A ticket as a GGUF file, which llama.cpp runs by itself: a stock model with its tokenizer.
+"""A ticket as a GGUF file, which llama.cpp runs without Python: a stock model with its tokenizer.
 
     ticket -> merged stock model -> tensors under llama.cpp's names, each in the smallest type that holds it
 
-Names of tensors and keys are those of the package gguf. `ARCHITECTURES` has what else llama.cpp wants to know: which
-norms it adds one to, and which queries and keys it rotates in another order than transformers does. What llama.cpp
-would compute otherwise is refused by name. How weights are stored is in gguf_types.py, the tokenizer in
-gguf_vocabulary.py. Norms, biases and positions are float32 in files of every type.
+Names of tensors and keys are those of the package gguf. `ARCHITECTURES` has the differences between llama.cpp and
+transformers: norms to which one of them adds 1, and queries and keys that are rotated in another order. If llama.cpp
+would compute something else, an error names the option. gguf_types.py says how weights are stored, gguf_vocabulary.py
+how the tokenizer is. Norms, biases and positions are float32 in files of every type.
 """
 
 import os
@@ -36,15 +36,15 @@ class Architecture:
 
     Args:
         name (`str`):
-            What llama.cpp calls it.
+            Its name in llama.cpp.
         activations (`tuple[str, ...]`):
-            The activation functions that it has there.
+            The activation functions that it may have in llama.cpp.
         neighbours (`bool`, defaults to `False`):
             Whether llama.cpp rotates neighbouring numbers of a query, instead of numbers half a head apart.
         biases (`bool`, defaults to `False`):
             Whether attention and MLP may have biases.
         rope_factors (`bool`, defaults to `False`):
-            Whether each frequency may have a factor of its own, as Llama 3.1 has.
+            Whether each frequency may have its own factor, as in Llama 3.1.
         added_gain (`float`, defaults to 0.0):
             What transformers adds to the weight of a norm and llama.cpp does not.
     """
@@ -78,13 +78,13 @@ def export_gguf(
         path (`str` or `os.PathLike`):
             The file to write.
         type (`str`, defaults to `"auto"`):
-            How llama.cpp stores the weights, one of `TYPES`: every matrix gets it that it can hold, and others the
-            smallest that holds them. `"auto"` takes the smallest for all.
+            How llama.cpp stores the weights, one of `TYPES`. Every matrix that this type can hold gets it, the others
+            get the smallest type that can hold them. `"auto"` uses the smallest for all.
         tokenizer (`str`, *optional*):
             Folder or Hub name of the tokenizer. Default: the one in `folder`.
 
     Returns:
-        `str`: lines that say which types were taken, and what was rounded.
+        `str`: lines that say which types were used, and what was rounded.
 
     Raises:
         [`SLTError`]: if llama.cpp cannot compute this model or split text as its tokenizer does.
@@ -94,12 +94,12 @@ def export_gguf(
     require_packages("GGUF files", "gguf", extra="llama")
     folder, path = Path(folder), Path(path)
     if type not in ("auto", *TYPES):
-        raise SLTError(f"type {type!r} is none that can be written; give auto, {', '.join(TYPES)}")
+        raise SLTError(f"type {type!r} cannot be written; give auto, {', '.join(TYPES)}")
     if path.is_dir():
         raise SLTError(f"{path}: a folder; give the name of a file, such as {path / 'ticket.gguf'}")
     if not tokenizer and not any((folder / name).is_file() for name in TOKENIZER_FILES):
         hint = "save one there (tokenizer.save_pretrained), or give --tokenizer"
-        raise SLTError(f"{folder}: there is no tokenizer beside the model; {hint}")
+        raise SLTError(f"{folder}: there is no tokenizer in the model's folder; {hint}")
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     check_expressible(config)
     words = read_vocabulary(load_fast_tokenizer(tokenizer or folder), config.vocab_size)
@@ -115,7 +115,7 @@ def check_expressible(config: Any) -> None:
             A supermask configuration.
 
     Raises:
-        [`SLTError`]: naming the option, if it cannot.
+        [`SLTError`]: if it cannot. The message names the option.
     """
     family = config.model_type.removeprefix("supermask_")
     if family not in ARCHITECTURES:
@@ -183,7 +183,7 @@ def _slides(layers: list[str]) -> list[bool]:
 
 
 def _period(layers: list[str]) -> int:
-    """Return which layer, counted from one, is the first to see everything; one more than all if none does."""
+    """Return the number, from 1, of the first layer with full attention; if none has it, one more than the last."""
     return [*_slides(layers), False].index(False) + 1
 
 
@@ -232,7 +232,7 @@ def write_gguf(stock: Any, words: Vocabulary, path: Path, type: str = "auto") ->
             for name, rows in tensors.items():
                 kind = TYPES[types[name]]
                 bytes = rows.size // kind.block * kind.bytes
-                # Called float32: the writer then takes shape and number as they are. It does not know all types.
+                # The writer does not know all types. If it is told float32, it writes shape and type number unchanged.
                 writer.add_tensor_info(name, rows.shape, np.dtype(np.float32), bytes, kind.number)
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
@@ -246,7 +246,7 @@ def write_gguf(stock: Any, words: Vocabulary, path: Path, type: str = "auto") ->
     lines = [f"{path}: {bytes:,} bytes", *describe_types(matrices, types, type)]
     if words.normalizes:
         lines.append(
-            "not in llama.cpp: the tokenizer's NFC; text in another form of Unicode is split otherwise"
+            "not in llama.cpp: the tokenizer's NFC; text in another form of Unicode is split in another way"
         )
     return "\n".join(lines)
 
@@ -333,6 +333,6 @@ def _head_width(config: Any) -> int:
 
 
 def _neighbours(array: np.ndarray, width: int) -> np.ndarray:
-    """Return the rows of each head in another order: what is rotated together is half a head apart, then adjacent."""
+    """Reorder the rows of each head: rows that are rotated together were half a head apart, and become neighbours."""
     heads = array.reshape(-1, 2, width // 2, *array.shape[1:])
     return heads.swapaxes(1, 2).reshape(array.shape)

@@ -1,4 +1,4 @@
-// What a visitor sees: numbers, a text that is written, masks that are looked into, digests that are checked.
+// The user interface: numbers, generated text, pictures of the masks, checked digests.
 (() => {
   "use strict";
   const $ = (id) => document.getElementById(id);
@@ -6,13 +6,13 @@
   const make = (tag, text = "", more = {}) => Object.assign(document.createElement(tag), { textContent: text }, more);
   const facts = JSON.parse($("facts").textContent);
   const original = SLT.fromBase64($("ticket").textContent);
-  const CELLS = 17; // of the lens, a side
+  const CELLS = 17; // weights on a side of the lens
   const ORDER = "wte wpe lm_head query key value c_fc c_proj".split(" ");
   let model = null, tokenizer = null, random = null, writing = null, draws = 0, colours = {};
-  let hanging = null; // the last who began to hang pictures
-  let look = null; // what is looked into: tensor, its factors and codes, row and column
+  let drawing = null; // marks the latest call of drawGallery: earlier calls stop
+  let look = null; // what the viewer shows: tensor, its factors and codes, row and column
 
-  // The browser gets its turn when it has waited for a frame or two.
+  // Lets the browser update the page, if it has waited for a frame or two.
   let last = 0;
   async function pause() {
     if (performance.now() - last < 24) return;
@@ -23,7 +23,7 @@
   // -- the ticket ------------------------------------------------------------------------------------
 
   async function start(bytes) {
-    model = hanging = null;
+    model = drawing = null;
     $("status").textContent = "Drawing the weights and checking every digest …";
     for (const one of document.querySelectorAll("#go, #flip, .switch input")) one.disabled = true;
     $("alarm").hidden = true;
@@ -34,22 +34,22 @@
     document.querySelector("[value=trained]").checked = true;
     let right = 0, all = 0;
     const rows = {};
-    async function tell({ name, kind, told, found, good }) {
+    async function report({ name, kind, expected, found, good }) {
       all++;
       right += good;
       const cells = (rows[name] ??= addRow(name));
       const cell = cells[kind.startsWith("weights") ? 2 : 3];
       cell.className = good ? "good" : "bad";
-      cell.textContent = good ? `✓ ${found.slice(0, 16)}` : `✗ ${found.slice(0, 16)} is not ${told.slice(0, 16)}`;
+      cell.textContent = good ? `✓ ${found.slice(0, 16)}` : `✗ ${found.slice(0, 16)} is not ${expected.slice(0, 16)}`;
       $("digests").textContent = `${right} of ${all}`;
       await pause();
     }
-    const ticket = await SLT.open(bytes, { tell, pause });
+    const ticket = await SLT.open(bytes, { report, pause });
     try {
       const text = await SLT.inflate(SLT.fromBase64($("tokenizer").textContent));
-      const found = SLT.sha256(text), told = facts.tokenizer_sha256;
-      await tell({ name: "tokenizer", kind: "text has", told, found, good: found === told });
-      if (found !== told) ticket.faults.push("tokenizer: its text has another digest than the page says");
+      const found = SLT.sha256(text), expected = facts.tokenizer_sha256;
+      await report({ name: "tokenizer", kind: "text has", expected, found, good: found === expected });
+      if (found !== expected) ticket.faults.push("tokenizer: its text does not have the digest in this page");
       else tokenizer = new SLT.Tokenizer(JSON.parse(text));
     } catch (error) {
       ticket.faults.push(`the tokenizer cannot be read (${error.message})`);
@@ -58,14 +58,14 @@
       const shape = ticket.tensors[name]?.shape;
       if (shape) cells[1].textContent = shape.map(show).join(" × ");
     }
-    tellNumbers(ticket);
+    showNumbers(ticket);
     $("flip").disabled = false;
     if (ticket.faults.length) return alarm(ticket.faults);
     model = new SLT.Model(ticket);
     await model.setMask(null, pause);
     $("status").textContent = `All ${all} digests are right. The model is ready.`;
     for (const one of document.querySelectorAll("#go, .switch input")) one.disabled = false;
-    hang(ticket);
+    drawGallery(ticket);
   }
 
   function addRow(name) {
@@ -78,16 +78,16 @@
     const list = make("ul");
     list.append(...faults.slice(0, 9).map((one) => make("li", one)));
     if (faults.length > 9) list.append(make("li", `and ${faults.length - 9} more`));
-    $("alarm").replaceChildren(make("strong", "This ticket is damaged. Nothing will be written with it."), list);
+    $("alarm").replaceChildren(make("strong", "This ticket is damaged. It will not generate any text."), list);
     $("alarm").hidden = false;
-    $("status").textContent = "Get the page again from where it came from.";
+    $("status").textContent = "Download the page again.";
     $("text").replaceChildren();
     $("speed").textContent = "";
     const row = document.querySelector(".bad")?.parentNode;
     if (row) document.querySelector(".scroll").scrollTop = row.offsetTop - 60;
   }
 
-  function tellNumbers(ticket) {
+  function showNumbers(ticket) {
     const tensors = Object.values(ticket.tensors), drawn = tensors.filter((one) => one.drawn);
     const weights = drawn.reduce((total, one) => total + one.size, 0);
     $("weights").textContent = show(weights);
@@ -101,7 +101,7 @@
     const what = new Intl.ListFormat("en").format(learned);
     const table = ticket.config.factors, path = ticket.config.state_bits;
     const strict = path || table.every((one) => one === 0 || one === 1), signs = Math.min(...table) >= 0;
-    // Where all weights are +c or -c and the mask chooses the sign too, nothing is left of the seed.
+    // If all weights are +c or -c and the mask also chooses the sign, the result does not depend on the seed.
     const free = !strict && !signs && drawn.every((one) => one.law === "signed_constant" && one.codes && !one.pattern);
     const name = { 2: "binary", 3: "ternary" }[table.length] ?? `${table.length}-level`;
     const kind = path ? `This page is a language model with ${show(weights)} weights, each of them one of ${show(2 ** path)} numbers ` +
@@ -144,7 +144,7 @@
       if (writing !== own) return;
     }
     const begin = performance.now();
-    const tell = () => {
+    const update = () => {
       shown.textContent = text;
       const rate = (written / (performance.now() - begin)) * 1000;
       const worth = ids.length > 1 ? `; the beginning costs it ${(bits / (ids.length - 1)).toFixed(1)} bits a token` : "";
@@ -156,13 +156,13 @@
       if ([config.eos_token_id].flat().includes(id)) { end = " The text ended itself."; break; }
       text += decoder.decode(tokenizer.decode(id), { stream: true });
       written++;
-      if (performance.now() - last > 24) tell();
+      if (performance.now() - last > 24) update();
       await pause();
       if (writing !== own) return;
       if (model.length === model.positions) { end = ` It sees ${model.positions} tokens at most.`; break; }
       logits = model.forward(id);
     }
-    tell();
+    update();
     stop();
   }
 
@@ -184,11 +184,11 @@
     if (event.target.name !== "mask" || !model) return;
     const current = model;
     random = event.target.value === "random" ? 1 : null;
-    if (!(await current.setMask(random, pause)) || current !== model) return; // another was asked for since
+    if (!(await current.setMask(random, pause)) || current !== model) return; // another mask was requested meanwhile
     stop();
-    $("status").textContent = random === null ? "The trained mask is in place." : "A random mask is in place: as many weights of each kind, none of them chosen.";
-    hang(model.ticket);
-    if (draws) write(draws); // the same draw, so that only the mask differs
+    $("status").textContent = random === null ? "The trained mask is in place." : "A random mask is in place: it has as many weights of each kind, chosen at random.";
+    drawGallery(model.ticket);
+    if (draws) write(draws); // the same random draw: only the mask differs
   });
   const degrees = () => ($("degrees").textContent = (+$("temperature").value).toFixed(1));
   $("temperature").addEventListener("input", degrees);
@@ -205,8 +205,8 @@
   }
   const mix = (a, b, share) => a.map((one, i) => one + (b[i] - one) * share);
 
-  // Factors as a picture of at most `most` points a side, each the mean of the weights under it. The longer
-  // side lies across. Ink is a weight that counts as it was drawn or more; orange, one with its sign turned.
+  // Draws factors as a picture of at most `most` points on a side. A point is the mean of the weights under it. The
+  // longer side is horizontal. Ink means a positive factor; orange, a factor that turns the sign.
   function picture(canvas, tensor, found, most) {
     const [rows, columns] = tensor.shape, across = rows > columns;
     const [wide, tall] = across ? [rows, columns] : [columns, rows];
@@ -233,17 +233,17 @@
 
   const factorsOf = (tensor) => SLT.factors(tensor, model.codes[tensor.name], model.table);
 
-  // All pictures, block by block.
-  async function hang(ticket) {
-    const own = (hanging = {}), table = model.table, gallery = document.createDocumentFragment(), groups = {};
+  // Draws all pictures, block by block.
+  async function drawGallery(ticket) {
+    const own = (drawing = {}), table = model.table, gallery = document.createDocumentFragment(), groups = {};
     $("gallery").setAttribute("aria-busy", "true");
     readColours();
     const plain = `${table}` === "0,1";
     $("legend").textContent = (ticket.config.state_bits
-      ? "Each weight is one of the numbers that were drawn for its tensor: the stronger a point, the larger; orange is negative."
+      ? "Each weight is one of the numbers that were drawn for its tensor. A stronger point is a larger number; orange is negative."
       : plain ? "Points are weights that the mask keeps."
-      : `The mask multiplies each weight by one of ${table.join(", ")}: the stronger a point, the larger; orange turns the sign.`) +
-      " Under the lens, blue weights are positive, orange ones negative, pale ones dropped: click one, or use the arrow keys.";
+      : `The mask multiplies each weight by one of ${table.join(", ")}. A stronger point is a larger factor; orange turns the sign.`) +
+      " Under the lens, blue weights are positive, orange weights are negative, pale weights are dropped. Click a weight, or use the arrow keys.";
     const masked = Object.values(ticket.tensors).filter((one) => one.codes);
     const split = (name) => name.match(/^(?:h\.(\d+)\.)?(.*)$/);
     const rank = ({ name }, [, block = -1, inside] = split(name)) => 16 * block + ORDER.indexOf(inside.split(".").pop()) + 8 * inside.startsWith("mlp");
@@ -264,7 +264,7 @@
       picture(canvas, tensor, factorsOf(tensor), 160);
       button.addEventListener("click", () => { choose(tensor); $("viewer").scrollIntoView({ block: "nearest" }); });
       await pause();
-      if (own !== hanging) return;
+      if (own !== drawing) return;
     }
     $("gallery").replaceChildren(gallery);
     const before = look && ticket.tensors[look.tensor.name];
@@ -287,12 +287,12 @@
 
   const within = (value, extent) => Math.max(0, Math.min(extent - 1, Math.floor(value) || 0));
 
-  // Shows the chosen weight: in the whole, under the lens, and in words.
+  // Shows the chosen weight: in the whole picture, under the lens, and in words.
   function focus() {
     const { tensor, found, codes } = look, [rows, columns] = tensor.shape, across = rows > columns;
     const row = (look.row = within(look.row, rows)), column = (look.column = within(look.column, columns));
     const lens = $("lens").getContext("2d"), size = $("lens").width / CELLS;
-    // The lens shows the tensor as the whole does: the longer side across.
+    // The lens has the orientation of the whole picture: the longer side is horizontal.
     const [wide, tall] = across ? [rows, columns] : [columns, rows], [x, y] = across ? [row, column] : [column, row];
     const left = within(x - (CELLS >> 1), Math.max(1, wide - CELLS + 1)), top = within(y - (CELLS >> 1), Math.max(1, tall - CELLS + 1));
     Object.assign(look, { left, top });
@@ -318,7 +318,7 @@
     lens.strokeRect((x - left) * size + 1, (y - top) * size + 1, size - 2, size - 2);
     const one = model.weight(tensor, found, row * columns + column, codes[row * columns + column]);
     const minus = (text) => `${text}`.replace("-", "−"), number = (value) => minus(value.toPrecision(4));
-    const how = tensor.table ? `the path, here with code ${one.code}, chooses ${number(one.factor)} of the drawn numbers` : one.code >= 0 ? `code ${one.code} stands for the factor ${minus(one.factor)}` : one.factor ? "kept for good, not searched" : "dropped for good, not searched";
+    const how = tensor.table ? `the path, here with code ${one.code}, chooses ${number(one.factor)} of the drawn numbers` : one.code >= 0 ? `code ${one.code} stands for the factor ${minus(one.factor)}` : one.factor ? "always kept, not searched" : "always dropped, not searched";
     const scaled = one.scale === 1 ? "" : `; the learned scale is ${number(one.scale)}`;
     $("cell").textContent = `Row ${row}, column ${column}: ${tensor.table ? "unit" : "drawn"} ${number(one.drawn)}; ${how}${scaled}; the weight is ${number(one.weight)}.`;
     $("row").value = row;
@@ -331,7 +331,7 @@
     Object.assign(look, { row, column });
     focus();
   }
-  function point(canvas, event) { // the share of a canvas left of and above a click
+  function point(canvas, event) { // the place of a click, as shares of width and height
     const box = canvas.getBoundingClientRect();
     return [(event.clientX - box.left) / box.width, (event.clientY - box.top) / box.height];
   }
@@ -352,7 +352,7 @@
     move(look.row + (across ? x : y), look.column + (across ? y : x));
   });
   for (const id of ["row", "column"]) $(id).addEventListener("change", () => move(+$("row").value, +$("column").value));
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => model && hang(model.ticket));
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => model && drawGallery(model.ticket));
 
   // -- damage ----------------------------------------------------------------------------------------
 
@@ -363,7 +363,7 @@
     if (flipped) bytes[bytes.length - 1 - Math.floor(bytes.length / 3)] ^= 1;
     stop();
     random = null;
-    $("flip").textContent = flipped ? "Mend it" : "Flip one bit of the ticket";
+    $("flip").textContent = flipped ? "Repair it" : "Flip one bit of the ticket";
     start(bytes);
   });
 

@@ -1,11 +1,11 @@
-"""A ticket as one HTML file: it opens from disk, needs no server and no network, and writes text.
+"""A ticket as one HTML file: it opens from disk, needs no server and no network, and generates text.
 
     page = page.html + page.css + engine.js + page.js        # what runs
          + mask.safetensors, base64                          # the ticket, byte for byte
          + vocabulary and merges, deflated, base64           # the tokenizer
 
-The page draws the weights from the seed and checks every digest before it writes a word, as `from_pretrained`
-does. `engine.js` is the computation, without a page; `page.js` is what a visitor sees.
+Like `from_pretrained`, the page first draws the weights from the seed and checks every digest; only then can it
+generate text. `engine.js` has the computation, independent of a page; `page.js` has the user interface.
 """
 
 import base64
@@ -26,8 +26,8 @@ from .tokenizer import load_fast_tokenizer, refuse_unknown_ids
 
 ACTIVATIONS = ("gelu_new", "gelu", "relu", "silu")  # those of engine.js
 _ARCHITECTURE = "SupermaskGPT2LMHeadModel"
-# Kept: strings, and lines with a regular expression, whose slash has no space after it. Dropped: spaces that
-# mean nothing. In a style " :" begins a selector, in a script "+ +" is not "++".
+# What `_lean` matches. It keeps strings, and lines with a regular expression (a slash without a space after it). It
+# drops spaces without a meaning. In a style " :" begins a selector; in a script "+ +" is not "++".
 _SPACES = {
     ".js": r"""(^.*/\S.*$|"[^"]*"|`[^`]*`)|(?<=[][{}();:,=<>?*&|!])\s+|\s+(?=[][{}();:,=<>?*&|!])"""
     r"""|(?<=[^+-])\s+(?=[+-][^+-])|(?<=[^+-][+-])\s+(?=[^+-])""",
@@ -44,7 +44,7 @@ def write_page(folder: str | os.PathLike, output: str | os.PathLike, **options: 
         output (`str` or `os.PathLike`):
             The HTML file to write.
         options:
-            As of `make_page`.
+            As in `make_page`.
 
     Returns:
         `Path`: the file.
@@ -53,7 +53,7 @@ def write_page(folder: str | os.PathLike, output: str | os.PathLike, **options: 
         [`SLTError`]: if the ticket does not verify, or if a page cannot compute with it.
     """
     output = Path(output)
-    if output.suffix.lower() not in (".html", ".htm"):  # nor is a file of the ticket overwritten by mistake
+    if output.suffix.lower() not in (".html", ".htm"):  # this also protects the files of the ticket
         raise SLTError(f"{output}: a page is a file whose name ends in .html, such as {output.stem}.html")
     text = make_page(folder, **options)
     try:
@@ -73,7 +73,7 @@ def make_page(folder: str | os.PathLike, *, name: str | None = None, prompt: str
         name (`str`, *optional*):
             What the page calls the ticket. Default: the name of the folder.
         prompt (`str`, *optional*):
-            What is in its prompt box at first.
+            The text in its prompt box when the page opens.
 
     Returns:
         `str`: the HTML text.
@@ -85,12 +85,12 @@ def make_page(folder: str | os.PathLike, *, name: str | None = None, prompt: str
     header = verify_ticket(folder)
     config = header.config
     if (found := config["architectures"][0]) != _ARCHITECTURE:
-        raise SLTError(f"{folder}: a page writes text, which {found} does not; {_ARCHITECTURE} does")
+        raise SLTError(f"{folder}: a page generates text, which {found} cannot do; only {_ARCHITECTURE} can")
     if backbone := header.options.get("backbone"):
         raise SLTError(f"{folder}: a page draws all weights, and cannot fetch those of {backbone}")
     if (act := config["activation_function"]) not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
-        raise SLTError(f"{folder}: activation_function {act!r} is none that a page computes: {known}")
+        raise SLTError(f"{folder}: a page cannot compute activation_function {act!r}, only {known}")
     if rank := header.options.get("embedding_rank"):
         raise SLTError(f"{folder}: embedding_rank {rank}: a page has no table of low rank")
     tokenizer = json.dumps(compact_tokenizer(folder, config["vocab_size"]), separators=(",", ":"))
@@ -99,7 +99,7 @@ def make_page(folder: str | os.PathLike, *, name: str | None = None, prompt: str
     parts = {
         "name": html.escape(name),
         "style": _lean("page.css"),
-        "facts": json.dumps(facts).replace("<", "\\u003c"),  # no name ends the script that it stands in
+        "facts": json.dumps(facts).replace("<", "\\u003c"),  # a name cannot end the script element
         "ticket": _base64(mask_path(folder).read_bytes()),
         "tokenizer": _base64(zlib.compress(tokenizer.encode(), 9)),
         "engine": _lean("engine.js"),
@@ -109,7 +109,7 @@ def make_page(folder: str | os.PathLike, *, name: str | None = None, prompt: str
 
 
 def compact_tokenizer(folder: Path, vocab_size: int) -> dict[str, Any]:
-    """Return what engine.js needs of a byte-level BPE tokenizer.
+    """Return what engine.js needs to know about a byte-level BPE tokenizer.
 
     Args:
         folder (`Path`):
@@ -121,7 +121,7 @@ def compact_tokenizer(folder: Path, vocab_size: int) -> dict[str, Any]:
         `dict[str, Any]`: an object that JSON can hold.
 
     Raises:
-        [`SLTError`]: if there is no tokenizer, or one that the page would read otherwise than Python does.
+        [`SLTError`]: if there is no tokenizer, or if the page would give other tokens than Python.
     """
     loaded = load_fast_tokenizer(folder)
     refuse_unknown_ids(loaded, vocab_size)
@@ -134,7 +134,7 @@ def compact_tokenizer(folder: Path, vocab_size: int) -> dict[str, Any]:
     for text, index in ids.items():
         if tokens[index] is not None:
             raise SLTError(
-                f"{folder}: its tokenizer has two tokens of id {index}; save a tokenizer that is whole"
+                f"{folder}: its tokenizer has two tokens with id {index}; save the tokenizer again"
             )
         tokens[index] = text
     pairs = [one.split(" ") if isinstance(one, str) else one for one in facts["model"]["merges"]]
@@ -143,7 +143,7 @@ def compact_tokenizer(folder: Path, vocab_size: int) -> dict[str, Any]:
     return {
         "tokens": _without_made(tokens, ["".join(pair) for pair in pairs]),
         "merges": [vocabulary[part] for pair in pairs for part in pair],
-        # Those that are not normalised are looked for first; there is no normalizer, but there is an order.
+        # Added tokens that are not normalised are searched first. There is no normalizer, but the order matters.
         "added": [[one["content"] for one in added if one["normalized"] is late] for late in (False, True)],
         "special": [one["id"] for one in added if one["special"]],
         "prefix_space": facts["pre_tokenizer"]["add_prefix_space"],
@@ -172,7 +172,7 @@ def _refuse_other_kinds(folder: Path, facts: dict[str, Any]) -> None:
             "use_regex": False if before.get("use_regex") is False else None,
             **{key: model.get(key) or None for key in ("byte_fallback", "ignore_merges", "dropout")},
             **{key: model.get(key) or None for key in ("continuing_subword_prefix", "end_of_word_suffix")},
-            # A letter that the vocabulary lacks is dropped, in Python as in a page; unless there is a token for it.
+            # Python and the page drop a letter that is not in the vocabulary, unless there is an unk_token.
             "unk_token": model.get("unk_token") if not {*_letters()} <= model["vocab"].keys() else None,
             "added_tokens": next(
                 (one["content"] for one in facts["added_tokens"] if _is_stretchy(one)), None
@@ -185,14 +185,14 @@ def _refuse_other_kinds(folder: Path, facts: dict[str, Any]) -> None:
 
 
 def _letters() -> list[str]:
-    """Return the letters that a byte-level tokenizer writes the 256 bytes with."""
+    """Return the letters that stand for the 256 bytes in a byte-level tokenizer."""
     from tokenizers.pre_tokenizers import ByteLevel
 
     return ByteLevel.alphabet()
 
 
 def _is_stretchy(token: dict[str, Any]) -> bool:
-    """Return whether an added token takes the spaces beside it, or is found only between spaces."""
+    """Return whether an added token includes the spaces around it, or is found only between spaces."""
     return token["single_word"] or token["lstrip"] or token["rstrip"]
 
 

@@ -1,4 +1,4 @@
-"""The tokenizer in a folder. It has no digest: any fault of it is an `SLTError`, and its ids are bounded."""
+"""Loads the tokenizer of a folder. It has no digest: any fault raises `SLTError`, and its ids are checked."""
 
 import os
 from typing import Any
@@ -7,7 +7,7 @@ from ..errors import SLTError
 
 
 def load_fast_tokenizer(source: str | os.PathLike) -> Any:
-    """Load the tokenizer of a folder or Hub name. No code of it is run.
+    """Load the tokenizer of a folder or Hub name. None of its code is run.
 
     Args:
         source (`str` or `os.PathLike`):
@@ -17,18 +17,18 @@ def load_fast_tokenizer(source: str | os.PathLike) -> Any:
         `PreTrainedTokenizerFast`: the tokenizer.
 
     Raises:
-        [`SLTError`]: if there is none that can be loaded, or only a slow one.
+        [`SLTError`]: if no tokenizer can be loaded, or only a slow one.
     """
     from transformers import AutoTokenizer
 
     try:
         loaded: Any = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except BaseException as error:  # a malformed file can raise any exception type
-        # A panic of the Rust library is no Exception.
+        # A panic of the Rust library is not an Exception, but a BaseException.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         hint = "save one there (tokenizer.save_pretrained)"
-        raise SLTError(f"{source}: no tokenizer that can be loaded is in the folder; {hint}") from error
+        raise SLTError(f"{source}: the folder has no tokenizer that can be loaded; {hint}") from error
     if not getattr(loaded, "is_fast", False):
         raise SLTError(f"{source}: a slow tokenizer ({type(loaded).__name__}); save a fast one there")
     return loaded
@@ -37,8 +37,8 @@ def load_fast_tokenizer(source: str | os.PathLike) -> Any:
 def refuse_unknown_ids(tokenizer: Any, rows: int) -> None:
     """Raise `SLTError` for an id beyond the rows of a model's table.
 
-    To be called before `to_str()` of the tokenizer, and before a list is made of its tokens: both take time and
-    memory by the largest id, which one line of a file can set.
+    Call this before `to_str()` of the tokenizer, and before making a list of its tokens: time and memory of both grow
+    with the largest id, which one line of a file can set.
 
     Args:
         tokenizer (`PreTrainedTokenizerFast`):

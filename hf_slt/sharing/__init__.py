@@ -1,4 +1,4 @@
-"""What another person or program gets of a ticket: the Hub, card and figures, masks compared and combined.
+"""Sharing tickets: the Hub, the card, figures, and comparing and combining masks.
 
-Knows the files of a ticket (`hf_slt.tickets`), not how one is trained. No torch.
+Uses the files of a ticket (`hf_slt.tickets`), but nothing of training. Does not need torch.
 """

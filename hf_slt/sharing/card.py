@@ -2,8 +2,8 @@
 
     facts(ticket's own header, config.json, arguments and log of the run) -> template -> README.md
 
-What is not known is left out: a card has no blanks and no guesses. Folders of the machine that trained are
-not for the public: of a path only the last part is shown.
+Unknown facts are left out: a card has no blanks and no guesses. The folders of the training machine are private:
+only the last part of a path is shown.
 """
 
 import json
@@ -31,8 +31,8 @@ from ..weights.quantisation import BITS
 CARD_FILE = "README.md"
 PAGE_FILE = "index.html"  # the name that a static Space shows
 TAGS = ["supermask"]  # and the architecture and the rule
-STRICT_TAG = "strong-lottery-ticket"  # where the mask chooses among drawn weights
-# A figure of one of these names, if it lies in the ticket's folder, is shown.
+STRICT_TAG = "strong-lottery-ticket"  # only if the mask chooses among drawn weights
+# The card shows figures with these names, if they are in the ticket's folder.
 FIGURES = {
     "comparison.png": "Validation loss of the ticket and of its controls",
     "curves.png": "Loss, learning rate, and share of mask bits that flip between two evaluations",
@@ -66,9 +66,9 @@ _SHAPE = {
     "embedding_rank": "their rank",
     "layer_norm": "LayerNorm",
 }
-# Where a run writes and what it shows: no part of what it computes.
+# Options that say where a run writes and what it shows. They do not change what it computes.
 _PRIVATE = frozenset("output_dir cache_dir resume_from_checkpoint overwrite report_to".split())
-# The lines of our template that say where the ticket is; the last of them says which name the others have.
+# The lines of our template that name the ticket. The name in the last of them is the one that all are compared with.
 _PLACES = (
     r'^(model = \w+\.from_pretrained\("){}("\))$',
     r'^(tokenizer = AutoTokenizer\.from_pretrained\("){}("\))$',
@@ -111,7 +111,7 @@ def write_card(
         template (`str` or `os.PathLike`, *optional*):
             A Jinja template. Default: the project's own.
         name (`str`, *optional*):
-            What `from_pretrained` is to be given, such as me/ticket. Default: the name of the folder.
+            The name to give to `from_pretrained`, such as me/ticket. Default: the name of the folder.
         records (`Iterable[Mapping[str, Any]]`, *optional*):
             The lines of log.jsonl, for the number of steps, the speed and the last evaluation.
         training (`Mapping[str, Any]`, *optional*):
@@ -236,14 +236,14 @@ def write_card(
 
 
 def _auto_class(config: Mapping[str, Any]) -> str:
-    """Return the Auto class that loads a ticket as what it was saved as."""
+    """Return the Auto class that loads a ticket as the class that was saved."""
     names = {auto: str(one).rsplit(".", 1)[-1] for auto, one in config["auto_map"].items()}
     saved = next(iter(config.get("architectures") or []), "")
     return next((auto for auto in _TASKS if names.get(auto) == saved), "AutoModel")
 
 
 def _plain(value: Any) -> str:
-    """Return a value of a stranger's configuration as text that holds no markup.
+    """Return a value of an untrusted configuration as text without markup.
 
     >>> _plain(12), _plain("trained"), _plain("![x](http://x)")
     ('12', 'trained', '--x--http---x-')
@@ -252,7 +252,7 @@ def _plain(value: Any) -> str:
 
 
 def rename_card(text: str, name: str) -> str:
-    """Return a card with `name` wherever our template names the ticket. All else is the author's own.
+    """Return a card with `name` wherever our template names the ticket. All other text is the author's and stays.
 
     Args:
         text (`str`):
@@ -271,7 +271,7 @@ def rename_card(text: str, name: str) -> str:
 
 
 def resize_card(folder: str | os.PathLike, header: Header) -> None:
-    """Put the bytes of the mask file that is in a folder into the card there, where our template has them.
+    """Update the sizes in the card of a folder, in the lines of our template, to those of its mask file.
 
     Args:
         folder (`str` or `os.PathLike`):
@@ -302,7 +302,7 @@ def resize_card(folder: str | os.PathLike, header: Header) -> None:
 
 
 def link_page(text: str) -> str:
-    """Return a card that links the page beside it: after what our template says of loading, or at its end.
+    """Return a card with a link to the page in the same folder. It follows the part about loading, or is the end.
 
     Args:
         text (`str`):
@@ -346,7 +346,7 @@ def describe_environment() -> dict[str, str]:
 
 
 def describe_text(training: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a run was trained and validated on: names of both texts, data set and configuration on the Hub.
+    """Return the text of training and validation: names of both, data set and configuration on the Hub.
 
     Args:
         training (`Mapping[str, Any]`):
@@ -410,10 +410,10 @@ def measure_size(folder: Path, header: Header) -> dict[str, Any]:
 
 
 def kind_of_ticket(header: Header) -> str:
-    """Say in words what was learned of a ticket's matrices: a choice among drawn weights, or the weights themselves.
+    """Say in words what was learned in a ticket's matrices: a choice among drawn weights, or the weights themselves.
 
-    Where the mask sets signs and all weights are drawn as +c or -c, each weight can become c times any factor,
-    whatever was drawn: the mask is then a quantised matrix, and any other seed would serve as well.
+    If the mask sets signs and all weights are drawn as +c or -c, each weight can become c times any factor, whatever
+    was drawn. The mask is then a quantised matrix, and any other seed would do as well.
 
     Args:
         header ([`Header`]):
@@ -442,7 +442,7 @@ def kind_of_ticket(header: Header) -> str:
 
 
 def kept_of(header: Header, entry: Entry) -> int:
-    """Return how many weights of a tensor are not zero. Those outside of the search are not counted.
+    """Return how many of the searched weights of a tensor are not zero.
 
     Args:
         header ([`Header`]):
@@ -459,7 +459,7 @@ def kept_of(header: Header, entry: Entry) -> int:
 
 
 def entropy_bits(entry: Entry) -> float:
-    """Return the least bits that a mask takes if only the counts of its codes are known: log2 of the multinomial.
+    """Return how many bits a mask needs at least, if only the counts of its codes are known: log2 of the multinomial.
 
     Args:
         entry ([`Entry`]):
@@ -479,7 +479,7 @@ def entropy_bits(entry: Entry) -> float:
 
 
 def _trained(header: Header) -> list[str]:
-    """Return what was trained beside the masks: tables by name, vectors by their number."""
+    """Return what was trained besides the masks: the names of tables, and the number of other values."""
     entries = {name: entry for name, entry in header.tensors.items() if entry.kind == "trained"}
     found = [f"`{name}`" for name, entry in entries.items() if entry.shape[0] > 1]
     if numbers := sum(entry.size for entry in entries.values() if entry.shape[0] == 1):
@@ -503,14 +503,14 @@ def value_bytes(entry: Entry) -> int:
 
 
 def gap_closed(runs: Mapping[str, Mapping[str, float]]) -> float | None:
-    """Compute (random mask - ticket) / (random mask - dense twin), of losses.
+    """Compute (random mask - ticket) / (random mask - dense twin) from losses.
 
     Args:
         runs (`Mapping[str, Mapping[str, float]]`):
             Measures of `"ticket"`, `"random_mask"` and `"dense"`, each with a `"loss"`.
 
     Returns:
-        `float | None`: the share of the gap that the ticket closes; None where a loss is missing.
+        `float | None`: the share of the gap that the ticket closes; None if a loss is missing.
 
     Example:
 
@@ -546,7 +546,7 @@ def _on_hub(name: str) -> bool:
 
 
 def _public(value: Any, option: str) -> Any:
-    """Return the value of an option; of a path, only the last part.
+    """Return the value of an option. If it is a path, return only the last part.
 
     >>> _public(["../secret/text.txt", "~/b.txt", 3], "train_files"), _public("openai/gpt2", "tokenizer")
     (['text.txt', 'b.txt', 3], 'openai/gpt2')

@@ -1,7 +1,7 @@
 """Tickets to and from the Hub.
 
-What is pushed is the ticket and nothing else in its folder: masks, configuration, tokenizer, card and its
-figures. The same ticket pushed twice changes nothing.
+Only the files of the ticket are pushed, and no other files of its folder: masks, configuration, tokenizer, card and
+its figures. Pushing the same ticket a second time changes nothing.
 """
 
 import logging
@@ -40,7 +40,7 @@ REMOTE_TEXT = '''\
 
 from hf_slt import {names}  # noqa: F401
 '''
-# All that is pushed and fetched; anything else in a folder is somebody's own.
+# Only these files are pushed and fetched; other files of a folder are private.
 TICKET_FILES = [MASK_FILE, INDEX_FILE, CONFIG_FILE, "generation_config.json", CARD_FILE]
 TICKET_FILES += [*FIGURES, *TOKENIZER_FILES, REMOTE_FILE]
 
@@ -52,7 +52,7 @@ def fetch_ticket(
 
     Args:
         source (`str` or `os.PathLike`):
-            A folder, a mask file, which stands for its folder, or a Hub name.
+            A folder, a mask file (its folder is meant), or a Hub name.
         revision (`str`, *optional*):
             Branch, tag or commit on the Hub.
         token (`str` or `bool`, *optional*):
@@ -70,7 +70,7 @@ def fetch_ticket(
     if path.exists():
         return path
     if "/" not in name:
-        raise TicketError(f"{source}: no such folder, and no name on the Hub (such as me/ticket)")
+        raise TicketError(f"{source}: no such folder, and not a name on the Hub (such as me/ticket)")
     patterns = [*TICKET_FILES, MODEL_FILE]
     with _asking_hub(name):
         folder = Path(snapshot_download(name, revision=revision, token=token, allow_patterns=patterns))
@@ -89,8 +89,8 @@ def refuse_missing(name: str) -> None:
             A folder or a Hub name.
 
     Raises:
-        [`TicketError`]: if it is no folder, and can be no name on the Hub.
-        `RuntimeError`: if it is no folder here, and the Hub does not answer.
+        [`TicketError`]: if it is not a folder, and cannot be a name on the Hub.
+        `RuntimeError`: if it is not a folder here, and the Hub does not answer.
     """
     if not Path(name).exists():
         with _asking_hub(name):
@@ -100,11 +100,11 @@ def refuse_missing(name: str) -> None:
 
 @contextmanager
 def _asking_hub(name: str) -> Iterator[None]:
-    """Refuse what is meant as a folder; if the Hub does not answer, say that there is no folder either."""
+    """Raise an error for a name that must be a folder. If the Hub does not answer, say that no folder exists."""
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
-        raise TicketError(f"{name}: no such folder, and no name on the Hub (such as me/ticket)")
+        raise TicketError(f"{name}: no such folder, and not a name on the Hub (such as me/ticket)")
     if "/" in name and (parent := Path(name).parent).is_dir():
-        raise TicketError(f"{name}: no such folder; {parent} is one, therefore no name on the Hub is meant")
+        raise TicketError(f"{name}: no such folder; {parent} is a folder, so this is not a name on the Hub")
     try:
         yield
     except Exception as error:
@@ -186,10 +186,10 @@ def push_ticket(
             card.write_text(link_page(card.read_text("utf-8")), "utf-8")
             names.add(PAGE_FILE)
         files = [path for path in sorted(Path(stage).iterdir()) if path.name in names]
-        # of an earlier push: would be loaded in place of the masks
+        # Weight files of an earlier push would be loaded in place of the masks.
         there = api.list_repo_files(repo_id, revision=revision)
         stale = sorted(name for name in there if name not in names and re.fullmatch(WEIGHT_FILES, name))
-        # One commit: nobody ever sees half a ticket. upload_folder may make several.
+        # A single commit, so nobody ever sees half a ticket. upload_folder may make several commits.
         commit = api.create_commit(
             repo_id,
             [CommitOperationAdd(path.name, path) for path in files]
@@ -203,7 +203,7 @@ def push_ticket(
 
 
 def _remove_foreign_code(path: Path) -> None:
-    """Remove a Python file that does more than import hf_slt: whoever pushes a ticket vouches for its code."""
+    """Remove a Python file that does more than import hf_slt: nobody should push code that they have not read."""
     pattern = re.escape(REMOTE_TEXT).replace(re.escape("{names}"), r"\w+(, \w+)*")
     if path.is_file() and not re.fullmatch(pattern, path.read_text("utf-8", errors="replace")):
         logger.warning(

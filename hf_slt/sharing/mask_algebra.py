@@ -1,7 +1,7 @@
-"""Masks of one backbone compared and combined, from file to file: no weight is drawn.
+"""Compares and combines masks of one backbone. It reads and writes files only: no weight is drawn.
 
-overlap(A, B)  = |A and B| / |A or B|    of what they keep; two random masks of density d overlap d / (2 - d)
-hamming(A, B)                            weights on which they disagree: kept or not, or by which factor
+overlap(A, B)  = |A and B| / |A or B|    of the kept weights; two random masks of density d overlap d / (2 - d)
+hamming(A, B)                            number of weights with different factors, such as kept and dropped
 
 Masks of different rules can be compared; to be combined they must have the same codes.
 """
@@ -47,26 +47,26 @@ class Comparison:
 
     @property
     def overlap(self) -> float:
-        """What both keep, as a share of what either keeps."""
+        """Weights that both keep, as a share of the weights that at least one of them keeps."""
         either = sum(self.kept) - self.both
         return self.both / either if either else 1.0
 
     @property
     def chance(self) -> float:
-        """The overlap of two random masks that keep as many, in expectation (of both, over either)."""
+        """Expected overlap of two random masks that keep as many weights (ratio of the two expectations)."""
         both = self.kept[0] * self.kept[1] / self.size if self.size else 0.0
         either = sum(self.kept) - both
         return both / either if either else 1.0
 
 
 def compare_masks(one: Masks, other: Masks) -> dict[str, Comparison]:
-    """Compare masks by tensor, and under `"all"` all tensors as one.
+    """Compare masks tensor by tensor. The key `"all"` has the comparison of all tensors together.
 
     Args:
         one (`Masks`):
             Factors of every weight by tensor name.
         other (`Masks`):
-            The same of another mask, with the same names and shapes.
+            Factors of another mask, with the same names and shapes.
 
     Returns:
         `dict[str, Comparison]`: a comparison by tensor name, and one under `"all"`.
@@ -91,7 +91,7 @@ def compare_masks(one: Masks, other: Masks) -> dict[str, Comparison]:
 
 
 def intersection(masks: Sequence[np.ndarray], zero: int) -> np.ndarray:
-    """Keep what all masks keep, with the codes of the first.
+    """Keep the weights that all masks keep, with the codes of the first mask.
 
     Args:
         masks (`Sequence[np.ndarray]`):
@@ -106,7 +106,7 @@ def intersection(masks: Sequence[np.ndarray], zero: int) -> np.ndarray:
 
 
 def union(masks: Sequence[np.ndarray], zero: int) -> np.ndarray:
-    """Keep what any mask keeps, with the code of the first that keeps it.
+    """Keep the weights that any mask keeps, with the code of the first mask that keeps each.
 
     Args:
         masks (`Sequence[np.ndarray]`):
@@ -124,7 +124,7 @@ def union(masks: Sequence[np.ndarray], zero: int) -> np.ndarray:
 
 
 def majority(masks: Sequence[np.ndarray], zero: int | None) -> np.ndarray:
-    """Take the code that most masks have. Where several are equally frequent, take that of zero, or the lowest.
+    """Take the code that most masks have. If several are equally frequent, take the code of zero, or else the lowest.
 
     Args:
         masks (`Sequence[np.ndarray]`):
@@ -185,7 +185,7 @@ def ticket_factors(ticket: Ticket) -> dict[str, np.ndarray]:
             A ticket that was read.
 
     Returns:
-        `dict[str, np.ndarray]`: factors in float32; of a trellis, the chosen numbers in units of their law.
+        `dict[str, np.ndarray]`: factors in float32; for a trellis, the chosen numbers in units of their law.
     """
     header = ticket.header
     return {name: factors_of(header.spec(name), ticket.arrays[name]) for name in header.masked()}
@@ -196,7 +196,7 @@ def combine_tickets(
 ) -> Header:
     """Write a new ticket with the combined masks of several tickets, and a card of its own.
 
-    The tokenizer is taken from the first; its results and figures are not, because they are not those of the new one.
+    The tokenizer of the first ticket is copied. Its results and figures are not: they do not hold for the new ticket.
 
     Args:
         sources (`Sequence[str | os.PathLike]`):
@@ -227,7 +227,7 @@ def combine_tickets(
     if len(sources) < 2:
         raise ValueError("give at least two tickets to combine")
     if Path(target).resolve() in [Path(source).resolve() for source in sources]:
-        raise TicketError(f"{target}: one of the tickets to combine, which stay; give another folder")
+        raise TicketError(f"{target}: is one of the tickets to combine, which are kept; give another folder")
     tickets = _read_alike(sources)
     for key in ("factors", "search", "frozen_density"):
         values = [ticket.header.options[key] for ticket in tickets]
@@ -266,7 +266,7 @@ def combine_tickets(
             (stage / name).unlink(missing_ok=True)
         origin = f"{how} of the masks {digests}"
         write_card(stage, name=Path(target).resolve().name, origin=origin, header=header)
-    for name in FIGURES:  # of a ticket that was there before
+    for name in FIGURES:  # left from an older ticket in this folder
         (Path(target) / name).unlink(missing_ok=True)
     return header
 

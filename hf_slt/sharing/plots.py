@@ -1,11 +1,11 @@
-"""Figures from records: the lines of log.jsonl, or bit arrays. No model is seen here, and no torch.
+"""Figures from records (the lines of log.jsonl) or from masks. Needs neither a model nor torch.
 
     {"kind": "train", "step": 10, "loss": 6.1, "rate": 0.01, ...}
     {"kind": "evaluation", "step": 200, "loss": 5.2, ...}
     {"kind": "masks", "step": 200, "flipped": 0.03, ...}
 
-What a record lacks is not drawn; a panel without a point is left out. Every function returns the path
-it wrote, whole or not at all; the suffix (.png, .svg, .pdf) chooses the format.
+Values that a record lacks are not drawn; a panel without a point is left out. Every function writes one file,
+atomically, and returns its path; the suffix (.png, .svg, .pdf) chooses the format.
 """
 
 import os
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 Record = Mapping[str, Any]
 
-# Okabe and Ito's colours, which differ for every colour vision; markers and dashes differ too.
+# Okabe and Ito's colours, which people with any colour vision can tell apart; markers and dashes differ too.
 BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY = "#0072B2 #D55E00 #009E73 #CC79A7 #E69F00 #56B4E9".split()
 COLOURS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY)
 MARKERS = "osD^vP"
-CELLS = 64  # of a density map, a side, at most
-CELL_SIDE = 4  # weights, at least: the share kept of fewer is mostly chance
+CELLS = 64  # largest number of cells on a side of a density map
+CELL_SIDE = 4  # smallest number of weights on a side of a cell: in smaller cells the share is mostly chance
 MOST_TENSORS = 8  # in one picture of masks
 
 
@@ -54,9 +54,7 @@ def plot_run(records: Iterable[Record], path: str | os.PathLike, title: str) -> 
     train, rate = (_series(records, "train", name) for name in ("loss", "rate"))
     validation = _series(records, "evaluation", "loss")
     flipped = _series(records, "masks", "flipped")
-    flipped = tuple(
-        values[flipped[1] > 0] for values in flipped
-    )  # the first evaluation has nothing before it
+    flipped = tuple(values[flipped[1] > 0] for values in flipped)  # there is no evaluation before the first
 
     def draw_loss(axes: "Axes") -> None:
         if len(train[0]):
@@ -105,7 +103,7 @@ def plot_run(records: Iterable[Record], path: str | os.PathLike, title: str) -> 
 
 
 def plot_comparison(runs: Mapping[str, Iterable[Record]], path: str | os.PathLike, title: str) -> Path:
-    """Draw the validation losses of several runs. A run that was never trained (step 0 only) is a level line.
+    """Draw the validation losses of several runs. A run that was never trained (step 0 only) is a horizontal line.
 
     Args:
         runs (`Mapping[str, Iterable[Record]]`):
@@ -147,9 +145,9 @@ def plot_comparison(runs: Mapping[str, Iterable[Record]], path: str | os.PathLik
 def plot_masks(masks: Mapping[str, np.ndarray], path: str | os.PathLike, title: str | None = None) -> Path:
     """Draw masks: where weights are kept, and how evenly rows and columns share them.
 
-    One tensor of each kind is drawn, that of a middle block. Above, the share kept in each cell of the
-    tensor; below, the share kept of each row and column. Dotted: a random mask of the same density. Of masks
-    that keep every weight, with factors of both signs, the positive ones are shown instead.
+    One tensor of each kind is drawn, from a middle block. The upper picture has the share kept in each cell of
+    the tensor, the lower one the share kept in each row and column. Dotted lines are for a random mask of the same
+    density. For masks that keep every weight, with factors of both signs, positive weights are shown instead.
 
     Args:
         masks (`Mapping[str, np.ndarray]`):
@@ -172,7 +170,7 @@ def plot_masks(masks: Mapping[str, np.ndarray], path: str | os.PathLike, title: 
     share = "share positive" if signs else "share kept"
     masks = {name: masks[name] > 0 if signs else masks[name] != 0 for name in names}
     maps = {name: density_map(np.atleast_2d(masks[name])) for name in names}
-    # One scale for all, without the few extreme cells that would flatten the rest.
+    # One colour scale for all, without the few extreme cells that would make all others look equal.
     lowest, highest = np.percentile(np.concatenate([cells.ravel() for cells in maps.values()]), (1, 99))
     across = min(4, len(names))
     down = -(-len(names) // across)
@@ -213,7 +211,7 @@ def plot_masks(masks: Mapping[str, np.ndarray], path: str | os.PathLike, title: 
 
 
 def _draw_shares(axes: "Axes", mask: np.ndarray, share: str) -> None:
-    """Histograms of the share kept of every row and column; dotted, the binomial law of a random mask."""
+    """Draw histograms of the share kept in every row and column; dotted, the binomial law of a random mask."""
     _style(axes)
     density = mask.mean()
     for axis, label, colour in ((1, "rows", BLUE), (0, "columns", VERMILLION)):
@@ -233,7 +231,7 @@ def _draw_shares(axes: "Axes", mask: np.ndarray, share: str) -> None:
         if deviation > 0:
             points = np.linspace(max(0, density - 4 * deviation), min(1, density + 4 * deviation), 100)
             bell = np.exp(-(((points - density) / deviation) ** 2) / 2) / (deviation * (2 * np.pi) ** 0.5)
-            note = "the same of a random mask" if axis == 0 else None
+            note = "the same for a random mask" if axis == 0 else None
             axes.plot(points, bell, color=colour, linestyle=":", linewidth=1.2, label=note)
     axes.set_yticks([])
 
@@ -262,7 +260,7 @@ def choose_tensors(names: Sequence[str], most: int) -> list[str]:
 
 
 def density_map(mask: np.ndarray) -> np.ndarray:
-    """Compute the share kept in each cell of a grid, whose edges are as even as whole weights allow.
+    """Compute the share kept in each cell of a grid. Cells are as equal as whole numbers of weights allow.
 
     Args:
         mask (`np.ndarray`):
@@ -304,13 +302,13 @@ def smooth(values: np.ndarray, window: int | None = None) -> np.ndarray:
     reach = (window or len(values) // 25) // 2
     sums = np.concatenate(([0.0], np.cumsum(values)))
     place = np.arange(len(values))
-    # As wide to the left as to the right: a lopsided mean would bend a falling curve.
+    # The window is as wide to the left as to the right: otherwise the mean would bend a falling curve.
     reaches = np.minimum(np.minimum(place, place[::-1]), reach)
     return (sums[place + reaches + 1] - sums[place - reaches]) / (2 * reaches + 1)
 
 
 def _series(records: Iterable[Record], kind: str, name: str) -> tuple[np.ndarray, ...]:
-    """Steps and values of the records of a kind, where the value is a finite number."""
+    """Return steps and values of the records of a kind whose value is a finite number."""
     pairs = [(one["step"], one[name]) for one in records if one["kind"] == kind and name in one]
     steps, values = np.array(pairs, dtype=float).reshape(-1, 2).T
     finite = np.isfinite(values)

@@ -1,4 +1,4 @@
-"""Text in, blocks of token ids out; and how well a model predicts a text.
+"""Turns text into blocks of token ids, and measures how well a model predicts a text.
 
-Knows nothing of supermasks: any causal language model of transformers can be evaluated here.
+Nothing here depends on supermasks: any causal language model of transformers can be evaluated.
 """

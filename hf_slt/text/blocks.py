@@ -1,9 +1,9 @@
-"""Text in, blocks of token ids out.
+"""Turns text into blocks of token ids.
 
     sources (corpus.py) -> train and validation (splits.py) -> tokenizer (tokenizer.py)
       -> memory-mapped Arrow, read by index (tokens.py), or a stream (streams.py)
 
-The merges that a tokenizer learns and the places where blocks begin are functions of the text alone.
+The merges that a tokenizer learns and the places where blocks begin depend only on the text.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from .streams import StreamedBlocks, model_inputs, too_little_text
 from .tokenizer import load_tokenizer, train_tokenizer, train_tokenizer_cached
 from .tokens import ArrowBlocks, Tokenise, tokenise_beginning, tokenise_cached
 
-STREAMED_VALIDATION = 256  # validation blocks of a stream, which has no end to wait for
+STREAMED_VALIDATION = 256  # validation blocks of a stream, which may have no end
 
 
 @dataclass
@@ -63,7 +63,7 @@ class DataArguments(CorpusArguments):
         if self.train_blocks is not None and self.train_blocks < 1:
             raise DataError(f"train_blocks {self.train_blocks} trains on nothing; use 1 or more")
         if self.train_blocks is not None and self.streaming:
-            raise DataError("train_blocks limits text that is kept, not a stream; limit max_steps instead")
+            raise DataError("train_blocks works only without streaming; limit max_steps instead")
         if self.preprocessing_num_workers is not None and self.preprocessing_num_workers < 1:
             raise DataError(
                 f"preprocessing_num_workers {self.preprocessing_num_workers} tokenise nothing; use 1 or more"
@@ -72,7 +72,7 @@ class DataArguments(CorpusArguments):
 
 @dataclass
 class TokenBlocks:
-    """Packed text. An index gives a block, a slice several, as `input_ids` and `labels`: what DataLoader takes.
+    """Packed text for a DataLoader. An index gives one block, a slice several, as `input_ids` and `labels`.
 
     Args:
         array (`np.ndarray` or [`ArrowBlocks`]):
@@ -92,13 +92,13 @@ class TokenBlocks:
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes per token. End-of-text is a token without a byte: bits per byte include its cost."""
+        """Bytes per token. End-of-text is a token without bytes, but bits per byte include its cost."""
         return self.bytes / self.array.size
 
 
 @dataclass
 class Corpus:
-    """All that training needs of its text.
+    """Everything that training needs from its text.
 
     Args:
         train ([`TokenBlocks`] or [`StreamedBlocks`]):
@@ -110,11 +110,11 @@ class Corpus:
         source (`str`):
             Name of the source.
         digest (`str` or `None`):
-            SHA-256 of the text. A stream, which is not known beforehand, has none.
+            SHA-256 of the text. None for a stream, whose text is not known before it is read.
         held_out (`str`):
-            Description of what validates.
+            Description of the validation text.
         test ([`TokenBlocks`], *optional*):
-            Text that no setting was chosen by, if it was asked for.
+            Text that was not used to choose any setting, if it was asked for.
     """
 
     train: TokenBlocks | StreamedBlocks
@@ -126,7 +126,7 @@ class Corpus:
     test: TokenBlocks | None = None
 
     def summary(self) -> str:
-        """Return one line: source, digest, sizes, and what validates.
+        """Return one line: source, digest, sizes, and a description of the validation text.
 
         Returns:
             `str`: the line.
@@ -194,7 +194,9 @@ def load_blocks(args: DataArguments, test_part: bool = False) -> Corpus:
     held_out = "text of its own"
     if validation is None:
         if args.streaming and not args.end_of_text:
-            raise DataError(f"{source}: a stream of lines has no known end to hold out; name validation text")
+            raise DataError(
+                f"{source}: a stream of lines has no known end to validate on; give validation text"
+            )
         train, validation, held_out = split_texts(train, args.validation_fraction, not args.end_of_text)
     parts = {"train": train, "validation": validation}
     if test_part:

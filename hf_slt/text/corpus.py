@@ -1,8 +1,8 @@
 """Where text comes from: this Python installation, local files, or data sets of the Hub.
 
 Every source becomes a `datasets.Dataset`, or an `IterableDataset` when it is streamed, with the single column
-`text`. One row is one document, and no document is empty. What is read lies on the disk as memory-mapped Arrow,
-or is streamed; it is never held in memory as a whole, except for the embedded corpus of 3 MB.
+`text`. One row is one document, and no document is empty. The text is memory-mapped Arrow on the disk, or is
+streamed; it is never held in memory as a whole, except for the embedded corpus of 3 MB.
 """
 
 import ast
@@ -23,7 +23,7 @@ from typing import Any, Literal
 from ..errors import SLTError
 
 SUFFIXES = {".txt": "text", ".md": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-# Name beginnings in the standard library that are not prose, not the library, or one machine's build.
+# Beginnings of names in the standard library that are skipped: not prose, not the library, or built on this machine.
 SKIPPED = (
     *("_sysconfigdata", "config-", "dist-packages", "encodings", "ensurepip", "idlelib", "lib2to3"),
     *("lib-dynload", "pydoc_data", "site-packages", "test", "turtledemo", "__pycache__"),
@@ -31,7 +31,7 @@ SKIPPED = (
 PART = 8000  # approximate number of characters of a document of the embedded corpus
 MIXING_SEED = 0  # of the random order in which documents of several sources are mixed
 
-# Strings and comments of a Python source in one pass; other strings are matched so as to be passed over.
+# Matches docstrings and comments of a Python source in one pass. Other strings are matched too, to skip them.
 _PROSE = re.compile(
     r"""
     (?P<comment> (?: ^[ \t]*\#.*\n )+ ) | \#.*
@@ -45,12 +45,12 @@ _PROSE = re.compile(
 
 
 class DataError(SLTError):
-    """The text cannot become blocks. The message names the value and what to do."""
+    """The text cannot become blocks. The message names the value and says what to do."""
 
 
 LIBRARY_HINT = (
-    "the text is not at fault: a library is missing or does not fit another one; install the one named, or"
-    " renew them all: pip install --upgrade numpy pyarrow datasets"
+    "the text is not the cause: a library is missing or does not fit another one; install the named library, or"
+    " upgrade all: pip install --upgrade numpy pyarrow datasets"
 )
 
 
@@ -130,8 +130,8 @@ class CorpusArguments:
         "Local files to validate on; without them, validation_fraction of train_files."
     )
     validation_fraction: float = option(
-        "Fraction held out where no validation text is given: documents chosen by their hash, or the end of"
-        " each document where there are fewer than 100 or their lengths make that choice uneven.",
+        "Fraction to validate on if no validation text is given: documents chosen by their hash, or the end of each"
+        " document if there are fewer than 100 documents or their lengths are very uneven.",
         0.05,
     )
     text_column: str = option("Column that holds the text; plain text files have only 'text'.", "text")
@@ -139,7 +139,7 @@ class CorpusArguments:
         "What one document is in a plain text file: the file, a paragraph, or a line.", "document"
     )
     end_of_text: bool = option(
-        "Put end-of-text after every document. Turn off where rows are lines of one text (WikiText).", True
+        "Put end-of-text after every document. Turn off if rows are lines of one text (WikiText).", True
     )
     streaming: bool = option("Read and tokenise while training, and keep nothing on disk.", False)
 
@@ -172,7 +172,7 @@ class CorpusArguments:
 
 
 def iterate_texts(texts: Any) -> Iterator[str]:
-    """Yield the documents of a data set, or of any iterable of strings, a thousand of them in memory at most.
+    """Yield the documents of a data set, or of any iterable of strings. At most a thousand are in memory.
 
     Args:
         texts:
@@ -211,7 +211,7 @@ def digest_documents(documents: Any) -> str:
 
 @cache
 def embedded_corpus() -> tuple[str, ...]:
-    """Return the prose of this Python installation: the language reference, then the standard library's.
+    """Return the prose of this Python installation: the language reference, then docstrings of the standard library.
 
     Sources are read, never imported, in the order of their names. Equal installations give equal text. Another
     Python version gives other text, which the digest shows.
@@ -230,7 +230,7 @@ def embedded_corpus() -> tuple[str, ...]:
                 documents.append(_prose((Path(folder) / name).read_text("utf-8", "replace")))
     parts = []
     for text in documents:
-        # Parts of similar size, cut between paragraphs: a few long modules would make the split uneven.
+        # Parts of similar size, cut between paragraphs: otherwise a few long modules would make the split uneven.
         while (cut := text.find("\n\n", PART)) >= 0:
             parts.append(text[:cut])
             text = text[cut + 2 :]
@@ -296,7 +296,7 @@ def load_texts(args: CorpusArguments) -> tuple[Any, Any, str]:
 
 
 def _mix(texts: Sequence[Any], weights: Sequence[float] | None) -> Any:
-    """Return one data set of several: one after the other, or mixed with these probabilities."""
+    """Join several data sets into one: one after the other, or mixed with these probabilities."""
     if len(texts) == 1:
         return texts[0]
     from datasets import concatenate_datasets, interleave_datasets
@@ -327,9 +327,9 @@ def _read_dataset(args: CorpusArguments, name: str, config: str) -> tuple[Any, A
 
 
 def _require_hub(name: str) -> None:
-    """Raise `DataError` at once if a data set is neither on this machine nor can be fetched.
+    """Raise `DataError` at once if a data set is not on this machine and cannot be downloaded.
 
-    By itself `datasets` asks a Hub that does not answer again and again, for half a minute.
+    Without this check, `datasets` would try to reach a Hub that does not answer for half a minute.
     """
     from datasets import config
     from huggingface_hub import HfApi
@@ -340,7 +340,7 @@ def _require_hub(name: str) -> None:
     try:
         HfApi().dataset_info(name, timeout=5)
     except (HfHubHTTPError, OfflineModeIsEnabled):
-        return  # an answer: load_dataset says what it means
+        return  # the Hub has answered; load_dataset will explain the answer
     except Exception as error:  # of the HTTP library that huggingface_hub uses
         raise DataError(
             f"cannot load data set {name}: the Hub does not answer ({error}); check the network, use train_files, "
@@ -355,7 +355,7 @@ def read_files(
 
     Args:
         patterns (`Iterable[str]`):
-            Files, glob patterns, or folders, which stand for the files in them that have a known suffix.
+            Files, glob patterns, or folders. A folder means all its files with a known suffix.
         text_column (`str`, defaults to `"text"`):
             Column that holds the text.
         sample_by (`str`, defaults to `"document"`):
@@ -371,14 +371,14 @@ def read_files(
     """
     files: dict[str, str] = {}  # path -> kind, each once
     for pattern in patterns:
-        # A file is itself even if its name looks like a pattern. Path.glob takes no absolute pattern.
+        # An existing file is never read as a pattern. Path.glob does not accept absolute patterns.
         found = [pattern] if Path(pattern).is_file() else glob.glob(pattern, recursive=True)
         if is_folder := Path(pattern).is_dir():
             found = [str(path) for path in Path(pattern).iterdir() if path.suffix.lower() in SUFFIXES]
         matches = sorted(match for match in found if Path(match).is_file())
         if not matches:
             kind = "no file matches the pattern" if glob.has_magic(pattern) else "there is no file"
-            kind = f"no {', '.join(SUFFIXES)} file lies in the folder" if is_folder else kind
+            kind = f"no {', '.join(SUFFIXES)} file is in the folder" if is_folder else kind
             raise DataError(f"{kind} {pattern!r} (looked from {Path.cwd()}); check the spelling")
         for file in matches:
             suffix = Path(file).suffix
@@ -391,7 +391,7 @@ def read_files(
     if len(kinds) > 1:
         several = ", ".join(kinds)
         raise DataError(f"files of several kinds ({several}) are given together; convert them to one")
-    # Line breaks are kept: the blocks are to hold the text of the file.
+    # Line breaks are kept: the blocks must hold the text of the file.
     options = {"sample_by": sample_by, "keep_linebreaks": True} if kinds == ["text"] else {}
     source = ", ".join(files)
     with wrap_errors(f"read {source}", "check that the files are whole and in UTF-8"):
@@ -411,7 +411,7 @@ def _text_column(dataset: Any, column: str, source: str) -> Any:
             )
         if not isinstance(first.get(column), str | None):
             kind = type(first[column]).__name__
-            raise DataError(f"{source}: column {column!r} holds {kind}; set text_column to one of text")
+            raise DataError(f"{source}: column {column!r} holds {kind}; set text_column to a column of text")
         if not first:
             return dataset
         dataset = dataset.select_columns([column])

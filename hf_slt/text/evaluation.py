@@ -1,14 +1,14 @@
 """How well a causal language model predicts text: loss, perplexity, bits per byte.
 
-Every token is predicted exactly once and counts the same, however the text was cut:
+Every token is predicted exactly once and has the same weight, however the text was cut:
 
     loss          = sum of -ln p(token | tokens before it) / tokens        nats per token
     perplexity    = exp(loss)
-    bits per byte = sum of -log2 p / UTF-8 bytes of the text               blind to the tokenizer
+    bits per byte = sum of -log2 p / UTF-8 bytes of the text               does not depend on the tokenizer
 
 `evaluate_blocks` takes packed blocks, as training does; `evaluate_text` takes text and slides a window
-over each document; `evaluate_saved` does the same for what lies on a disk or the Hub (`slt evaluate`).
-Any causal LM of Transformers will do.
+over each document; `evaluate_saved` does the same for a model and files on a disk or the Hub (`slt evaluate`).
+Any causal LM of Transformers can be measured.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ try:
     from ..errors import SLTError
     from ..masks.cache import fixed_masks
     from ..progress import progress_bar
-except ImportError:  # copied into the cache of `evaluate`, beside causal_lm_metric.py and nothing else
+except ImportError:  # this file was copied into the cache of `evaluate`, with causal_lm_metric.py only
     SLTError = ValueError  # type: ignore[misc, assignment]
     fixed_masks = nullcontext  # type: ignore[misc, assignment]
     from tqdm.auto import tqdm as progress_bar  # type: ignore[no-redef]
 
-LONGEST_WINDOW = 1024  # default where a model could take more: windows of 100k tokens fill any memory
+LONGEST_WINDOW = 1024  # default if a model could take more: windows of 100k tokens need too much memory
 
 
 class EvaluationError(SLTError):
-    """Model, tokenizer and text do not fit; the message names the value and what to do."""
+    """Model, tokenizer and text do not fit together. The message names the value and says what to do."""
 
 
 @contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
     """Evaluate a model within this block: without gradients and in eval mode.
 
-    Every module gets back the mode it had, on errors too. A model that learns computes its weights once.
+    Every module gets back the mode it had, also after an error. A model that learns computes its weights only once.
 
     Args:
         model (`torch.nn.Module`):
@@ -61,20 +61,20 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _device(model: torch.nn.Module) -> torch.device:
-    # A ticket without LayerNorm has buffers only.
+    # A ticket without LayerNorm has only buffers.
     return next(chain(model.parameters(), model.buffers())).device
 
 
 def _sum_nats(model: torch.nn.Module, ids: Tensor, labels: Tensor, **options: Any) -> tuple[float, int]:
-    """Sum of -ln p(label) where the label is not -100, and how many; ids and labels are (batch, length)."""
+    """Return the sum of -ln p(label) over labels other than -100, and their number. Shapes: (batch, length)."""
     config = getattr(getattr(model, "module", model), "config", None)
     if hasattr(config, "use_cache"):
-        options["use_cache"] = False  # keys and values of every layer, kept for nobody
+        options["use_cache"] = False  # no KV cache is needed here
     logits = model(input_ids=ids, **options).logits
     nats = 0.0
-    for row, targets in zip(logits, labels, strict=True):  # by row: a second copy of all logits is large
+    for row, targets in zip(logits, labels, strict=True):  # by row: a copy of all logits would be large
         losses = F.cross_entropy(row.float(), targets, ignore_index=-100, reduction="none")
-        nats += losses.cpu().double().sum().item()  # float32 sums drift; float64 ones are for the CPU
+        nats += losses.cpu().double().sum().item()  # in float64, which not all devices have
     return nats, int((labels != -100).sum())
 
 
@@ -91,14 +91,14 @@ def evaluate_blocks(
     reduce: Callable[[Tensor], Tensor] | None = None,
     progress: bool = False,
 ) -> dict[str, float]:
-    """Measure a model on packed blocks. Each block predicts all its tokens but the first.
+    """Measure a model on packed blocks. In each block all tokens except the first are predicted.
 
     Args:
         model (`torch.nn.Module`):
             A causal language model.
         batches (`Iterable[Any]`):
-            Each is ids (batch, length), or a mapping with `input_ids` and perhaps `labels`, of which -100 is left
-            out. Batches may be of any sizes.
+            Each is ids (batch, length), or a mapping with `input_ids` and perhaps `labels`. Labels of -100 are left
+            out. Batches may have any sizes.
         bytes_per_token (`float`, *optional*):
             UTF-8 bytes per token of the text, for bits per byte.
         reduce (`Callable[[Tensor], Tensor]`, *optional*):
@@ -124,21 +124,21 @@ def evaluate_blocks(
             batch_nats, count = _sum_nats(model, ids, labels)
             nats, tokens = nats + batch_nats, tokens + count
     if reduce is not None:
-        exact = torch.float32 if device.type == "mps" else torch.float64  # which has no float64
+        exact = torch.float32 if device.type == "mps" else torch.float64  # mps has no float64
         nats, tokens = reduce(torch.tensor([nats, tokens], dtype=exact, device=device)).tolist()
     if not tokens:
         raise EvaluationError("no token to predict in the batches; give at least one block of 2 tokens")
     measures = _measures(nats, int(tokens))
     if bytes_per_token is not None:
-        # Blocks tile the text, so the first token of each is text too: it is charged the mean loss.
+        # Blocks cover the text without gaps, so the first token of each counts too: it is given the mean loss.
         measures["bits_per_byte"] = measures["loss"] / math.log(2) / bytes_per_token
     return measures
 
 
 def _windows(length: int, block_size: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """(start, fresh, end): targets fresh..end-1 are new, predicted from the inputs start..end-2.
+    """Yield (start, fresh, end): the new targets are fresh..end-1, predicted from the inputs start..end-2.
 
-    Targets are 1..length-1 and the windows take each once; the last one reaches back for full context.
+    Each target of 1..length-1 is in exactly one window. The last window starts earlier, to have full context.
     """
     fresh = 1
     while fresh < length:
@@ -156,11 +156,11 @@ def evaluate_text(
     batch_size: int = 4,
     progress: bool = False,
 ) -> dict[str, float]:
-    """Measure a model on texts, each a document of its own.
+    """Measure a model on texts. Each text is a separate document.
 
-    A document is read after the start token (else end-of-text), so that its first token is predicted too. A token
-    sees at least block_size - stride tokens before it, or all there are. Bits per byte assume a tokenizer that loses
-    nothing, such as byte-level BPE.
+    A start token (if there is none, end-of-text) is put before a document, so its first token is predicted too. A
+    token sees at least block_size - stride tokens before it, or all if there are fewer. Bits per byte assume a
+    tokenizer that loses nothing, such as byte-level BPE.
 
     Args:
         model (`torch.nn.Module`):
@@ -172,7 +172,7 @@ def evaluate_text(
         block_size (`int`, *optional*):
             Inputs in a window. Default: the positions of the model, at most 1024.
         stride (`int`, *optional*):
-            How far a window advances. Default: half of a window.
+            Tokens from the start of a window to the start of the next. Default: half of a window.
         batch_size (`int`, defaults to 4):
             Windows in a batch.
         progress (`bool`, defaults to `False`):
@@ -182,7 +182,7 @@ def evaluate_text(
         `dict[str, float]`: `loss`, `perplexity`, `bits_per_byte`, `tokens` and `bytes`.
 
     Raises:
-        [`EvaluationError`]: if there is no text, a window is impossible, or the tokenizer is not the model's.
+        [`EvaluationError`]: if there is no text, if a window is impossible, or if the tokenizer is not the model's.
     """
     config = getattr(model, "config", None)
     longest = getattr(config, "max_position_embeddings", None)
@@ -215,7 +215,7 @@ def evaluate_text(
     ]
     if not windows:
         raise EvaluationError("the texts hold no token to predict; give text that is not empty")
-    windows.sort(key=lambda window: -len(window[0]))  # like lengths together: little padding
+    windows.sort(key=lambda window: -len(window[0]))  # similar lengths together need little padding
 
     device = _device(model)
     nats, tokens = 0.0, 0
@@ -226,7 +226,7 @@ def evaluate_text(
         for start in range(0, len(windows), batch_size):
             rows = zip(*windows[start : start + batch_size], strict=True)
             inputs, targets = ([torch.tensor(row, device=device) for row in half] for half in rows)
-            # Padding is on the right, where no causal model looks; the mask is for those that check.
+            # Padding is on the right, which a causal model does not see; the mask is for models that require one.
             ids = pad_sequence(inputs, batch_first=True, padding_value=first)
             labels = pad_sequence(targets, batch_first=True, padding_value=-100)
             seen = pad_sequence([torch.ones_like(row) for row in inputs], batch_first=True)
@@ -238,7 +238,7 @@ def evaluate_text(
 
 
 def check_vocabulary(largest: int, vocabulary: float) -> None:
-    """Refuse token ids that the model has no row for.
+    """Raise `EvaluationError` for a token id that the model has no row for.
 
     Args:
         largest (`int`):
@@ -296,7 +296,7 @@ def evaluate_saved(
     dtype: str = "auto",
     **options: Any,
 ) -> dict[str, float]:
-    """Measure a saved model on files, or else on the embedded corpus, as `evaluate_text` does.
+    """Measure a saved model as `evaluate_text` does, on files or by default on the embedded corpus.
 
     Args:
         name (`str`):
@@ -318,7 +318,7 @@ def evaluate_saved(
         `dict[str, float]`: the measures of `evaluate_text`.
 
     Raises:
-        [`EvaluationError`]: as `evaluate_text`, and if the loss is not finite.
+        [`EvaluationError`]: as in `evaluate_text`, and if the loss is not finite.
     """
     from hf_slt.text.corpus import iterate_texts, read_files
     from hf_slt.text.splits import embedded_validation

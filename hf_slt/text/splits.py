@@ -1,4 +1,4 @@
-"""Which documents train and which validate: a function of the text alone, so that a digest names the data.
+"""Splits documents into training and validation. The split depends only on the text, so a digest names the data.
 
 side(document) = validation  if  sha256(document) / 2**256 < fraction  else  train
 """
@@ -11,16 +11,16 @@ from typing import Any
 from .corpus import CorpusArguments, iterate_texts, load_texts
 
 FEW_DOCUMENTS = 100  # below this a split by document could leave one side empty
-HALVED_WHOLE = 8  # documents from which on held-out text is halved by whole documents
-JUDGED = 10_000  # documents by which a split is judged: a stream may have no end
+HALVED_WHOLE = 8  # with this many documents or more, held-out text is halved by whole documents
+JUDGED = 10_000  # a split is judged by this many documents: a stream may have no end
 
 
 def split_texts(texts: Any, fraction: float, lines: bool = False) -> tuple[Any, Any, str]:
     """Split documents into a train and a validation part. The same text always falls on the same side.
 
-    Many documents are split by their hashes: a copy of a document never validates what was trained on. With
-    `lines`, rows continue one another, and the last rows validate. Where documents are few, or so uneven that
-    less than half or more than twice the fraction would be held out, the end of each document validates.
+    Many documents are split by their hashes: two copies of a document are always on the same side. With `lines`,
+    rows are consecutive lines of a text, and the last rows are for validation. If documents are few, or so uneven that
+    less than half or more than twice the fraction would be held out, the end of each document is for validation.
 
     Args:
         texts (`datasets.Dataset` or `datasets.IterableDataset`):
@@ -31,7 +31,7 @@ def split_texts(texts: Any, fraction: float, lines: bool = False) -> tuple[Any, 
             Whether rows are lines of one text.
 
     Returns:
-        `tuple`: the train part, the validation part, and a description of what validates.
+        `tuple`: the train part, the validation part, and a description of the validation part.
     """
     few = [len(text) for text in islice(iterate_texts(texts), FEW_DOCUMENTS)]
     if lines:
@@ -56,9 +56,9 @@ def split_texts(texts: Any, fraction: float, lines: bool = False) -> tuple[Any, 
 
 
 def halve_texts(texts: Any) -> tuple[Any, Any]:
-    """Cut held-out text in two: one half to choose settings by, the other half to report.
+    """Cut held-out text in two: one half for choosing settings, the other half for reporting results.
 
-    Documents alternate, and the first one goes to the first half. Where there are fewer than 8, each of them is
+    Documents alternate, and the first one goes to the first half. If there are fewer than 8, each of them is
     cut in the middle, at a line break if there is one nearby.
 
     Args:
@@ -78,7 +78,7 @@ def halve_texts(texts: Any) -> tuple[Any, Any]:
 
 
 def embedded_validation() -> Any:
-    """Return the validation part of the embedded corpus, as runs with default arguments have it.
+    """Return the validation part of the embedded corpus that runs with default arguments use.
 
     Returns:
         The documents.
@@ -91,12 +91,12 @@ def _length(texts: Any) -> int:
     return sum(map(len, iterate_texts(texts)))
 
 
-# Plain data and a plain function: `datasets` names what it caches by a hash of these objects.
+# Plain data and plain functions: `datasets` names its cache files by a hash of these objects.
 
 
 @dataclass(frozen=True)
 class _SplitByHash:
-    """Whether a document is on one side of the split by hash."""
+    """Returns whether a document is on a given side of the split by hash."""
 
     fraction: float
     held_out: bool
@@ -108,7 +108,7 @@ class _SplitByHash:
 
 @dataclass(frozen=True)
 class _SplitEach:
-    """The beginning of a document, or its held-out end, which begins after a line break if one is near."""
+    """Returns the beginning of a document, or its held-out end. It cuts after a line break if one is near."""
 
     fraction: float
     held_out: bool
@@ -122,7 +122,7 @@ class _SplitEach:
 
 @dataclass(frozen=True)
 class _EverySecond:
-    """Whether the number of a document is even (`rest` 0) or odd (1)."""
+    """Returns whether the number of a document is even (`rest` 0) or odd (`rest` 1)."""
 
     rest: int
 

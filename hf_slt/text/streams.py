@@ -1,8 +1,8 @@
-"""Blocks of a text that is read while training: a stream, its place, and how processes share it.
+"""Blocks of a text that is read during training: a stream, the place in it, and how processes share it.
 
-Every process reads shards of its own (`datasets.distributed.split_dataset_by_node`), tokenises them, and lays
+Every process reads its own shards (`datasets.distributed.split_dataset_by_node`), tokenises them, and joins
 its documents end to end. With the same number of processes a run sees the same blocks, also after it was
-resumed. With another number of processes it sees other blocks, because documents are shared out differently.
+resumed. With another number of processes it sees other blocks, because documents are divided differently.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,7 +18,7 @@ DOCUMENTS = 64  # read and tokenised at a time
 
 
 def model_inputs(ids: np.ndarray) -> dict[str, np.ndarray]:
-    """Return what a causal LM of Transformers takes. The model itself shifts the labels.
+    """Return the inputs of a causal LM of Transformers. The model itself shifts the labels.
 
     Args:
         ids (`np.ndarray`):
@@ -32,13 +32,13 @@ def model_inputs(ids: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def too_little_text(split: str, tokens: int, block_size: int) -> DataError:
-    """Return the error for a text that fills no block.
+    """Return the error for a text that is too short for one block.
 
     Args:
         split (`str`):
             Which part of the text, `"train"` or `"validation"`.
         tokens (`int`):
-            Number of tokens that there are.
+            Number of tokens of the text.
         block_size (`int`):
             Tokens in a block.
 
@@ -52,7 +52,7 @@ def too_little_text(split: str, tokens: int, block_size: int) -> DataError:
 
 
 class StreamedBlocks(IterableDataset):
-    """Blocks that are packed while the text is read, in the order in which stored blocks would lie.
+    """Blocks that are packed while the text is read. They have the order of stored blocks.
 
     Args:
         texts (`datasets.IterableDataset`):
@@ -87,11 +87,11 @@ class StreamedBlocks(IterableDataset):
         )
 
     def read(self, place: Mapping[str, Any] | None = None) -> Iterator[tuple[np.ndarray, dict[str, Any]]]:
-        """Read the stream once, from a place on.
+        """Read the stream once, from a given place to the end.
 
         Args:
             place (`Mapping`, *optional*):
-                A place that an earlier reading gave, as JSON can hold it. By default, the beginning.
+                A place that an earlier call yielded, possibly saved as JSON. Default: the beginning.
 
         Yields:
             `tuple`: the ids of a block, and the place after it.
@@ -123,6 +123,6 @@ class StreamedBlocks(IterableDataset):
     def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
         worker = get_worker_info()
         for count, (ids, _) in enumerate(self.read()):
-            # Every worker reads all of the stream and keeps its turn: no block is lost or repeated.
+            # Every worker reads the whole stream and keeps only its own blocks: none is lost or repeated.
             if worker is None or count % worker.num_workers == worker.id:
                 yield model_inputs(ids)

@@ -1,4 +1,4 @@
-"""Tokenizers: a pretrained one by name, or a byte-level BPE trained on the text, which depends on the text alone."""
+"""Tokenizers: a pretrained one by name, or a byte-level BPE trained on the text, which depends only on the text."""
 
 import json
 import logging
@@ -13,7 +13,7 @@ from .corpus import DataError, iterate_texts, wrap_errors
 logger = logging.getLogger(__name__)
 
 END_OF_TEXT = "<|endoftext|>"
-PIECE = 1 << 16  # characters tokenised at a time: tokenizers hold many bytes for each
+PIECE = 1 << 16  # characters tokenised at a time: `tokenizers` needs many bytes of memory per character
 TRAINING_TEXT = 64 << 20  # approximate number of characters that a tokenizer is trained on
 
 
@@ -33,7 +33,7 @@ def load_tokenizer(name: str) -> Any:
     with wrap_errors(f"load tokenizer {name!r}", hint):
         tokenizer = AutoTokenizer.from_pretrained(name)
     if not tokenizer.is_fast:
-        raise DataError(f"tokenizer {name!r} is a slow one, without offsets to count bytes by; convert it")
+        raise DataError(f"tokenizer {name!r} is slow, and has no offsets for counting bytes; convert it")
     if tokenizer.eos_token_id is None:
         raise DataError(f"tokenizer {name!r} has no end-of-text token; set its eos_token and save it again")
     return tokenizer
@@ -51,7 +51,7 @@ def train_tokenizer(texts: Any, vocab_size: int, model_max_length: int) -> Any:
             Length of the sequences of the model.
 
     Returns:
-        `PreTrainedTokenizerFast`: the tokenizer. One token, `<|endoftext|>`, begins, ends and pads.
+        `PreTrainedTokenizerFast`: the tokenizer. `<|endoftext|>` is its start, end and padding token.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -69,7 +69,7 @@ def train_tokenizer(texts: Any, vocab_size: int, model_max_length: int) -> Any:
 
 
 def train_tokenizer_cached(texts: Any, vocab_size: int, model_max_length: int, folder: Path, key: str) -> Any:
-    """Train a tokenizer, unless `folder` has the one that was trained on the text of this key before.
+    """Train a tokenizer, or read it from `folder` if it was trained before on the text with this key.
 
     Args:
         texts:

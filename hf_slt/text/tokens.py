@@ -1,6 +1,6 @@
 """Tokenised text on the disk: `datasets` tokenises it once, in several processes, into memory-mapped Arrow.
 
-    cache_dir/tokens-KEY.arrow     one row per piece of a document: its token ids, and where it was
+    cache_dir/tokens-KEY.arrow     one row per piece of a document: its token ids, and its place in the text
     cache_dir/tokens-KEY.json      digests of the text and of the Arrow files, written last
 
 KEY is a hash of the fingerprint of the text, the tokenizer and the options. Files without a correct digest are
@@ -25,12 +25,12 @@ from .tokenizer import PIECE, pieces
 
 logger = logging.getLogger(__name__)
 
-CACHE_FORMAT = 2  # raise it when what is stored changes, so that no older file is read
+CACHE_FORMAT = 2  # increase it when the stored data change: older files are then not read
 
 
 @dataclass(frozen=True)
 class Tokenise:
-    """Tokenise a batch of documents, as `datasets.Dataset.map` calls it. Plain data, so that it can be hashed.
+    """Tokenises a batch of documents, for `datasets.Dataset.map`. It holds only plain data, so it can be hashed.
 
     Args:
         tokenizer (`str`):
@@ -50,7 +50,7 @@ class Tokenise:
 
     @classmethod
     def by(cls, tokenizer: Any, end_of_text: bool) -> "Tokenise":
-        """Tokenise by a tokenizer of transformers.
+        """Build the function from a tokenizer of transformers.
 
         Args:
             tokenizer:
@@ -129,7 +129,7 @@ def _backend(text: str) -> Any:
 class ArrowBlocks:
     """Blocks of token ids in memory-mapped Arrow, read by index like a NumPy array of shape (blocks, block_size).
 
-    Documents lie end to end, and the remainder that fills no block is left out:
+    Documents are joined end to end, and the remainder that does not fill a block is left out:
 
         doc_1 <eot> doc_2 <eot> ...  ->  block_1 | block_2 | ... | remainder
 
@@ -150,7 +150,7 @@ class ArrowBlocks:
         self.size = self.shape[0] * block_size
 
     def _map(self) -> None:
-        """Map the chunks of the column: no token is copied."""
+        """Memory-map the chunks of the column. No token is copied."""
         chunks = self.rows.data.column("input_ids").chunks
         self._chunks = [chunk.flatten().to_numpy(zero_copy_only=True) for chunk in chunks]
         self._starts = np.concatenate([[0], np.cumsum([len(one) for one in self._chunks], dtype=np.int64)])
@@ -195,7 +195,7 @@ class ArrowBlocks:
     def bytes(self, texts: Any, tokenise: Tokenise) -> int:
         """Return the UTF-8 bytes of the text that the blocks cover.
 
-        The count is exact, but for the bytes of one character when the end of the last block splits it.
+        The count is exact, except if the end of the last block splits a character.
 
         Args:
             texts:
@@ -263,7 +263,7 @@ def _features(tokenise: Tokenise) -> Any:
 def tokenise_cached(
     texts: Any, tokenise: Tokenise, folder: Path, workers: int | None, name: str
 ) -> tuple[Any, str]:
-    """Tokenise a data set, or read what was tokenised before.
+    """Tokenise a data set, or read the tokens from the cache.
 
     Args:
         texts (`datasets.Dataset`):
@@ -321,7 +321,7 @@ def tokenise_cached(
 
 
 def _read_index(index: Path) -> dict[str, Any] | None:
-    """Return what the index says, or None if there is none or its files are damaged."""
+    """Return the content of the index, or None if it does not exist or its files are damaged."""
     try:
         facts = json.loads(index.read_text())
         for name, expected in facts["files"].items():

@@ -1,1 +1,1 @@
-"""The file of a ticket: its header, its checks, reading, writing, coding. NumPy and safetensors, no torch."""
+"""The file of a ticket: header, checks, reading, writing, coding. Needs NumPy and safetensors, not torch."""

@@ -24,9 +24,9 @@ _NAMES_OF_BACKBONE = {"backbone_revision"}
 
 
 def backbone_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Return, in words, what keeps masks made for one configuration from fitting the weights of another.
+    """Return, in words, why masks made for one configuration do not fit the weights of another.
 
-    The tensors of a ticket are those that its configuration implies, so the configurations tell all.
+    A configuration determines the tensors of a ticket, so comparing the configurations is enough.
 
     Args:
         one (`Mapping[str, Any]`):
@@ -35,7 +35,7 @@ def backbone_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> li
             The configuration of another.
 
     Returns:
-        `list[str]`: one text for each difference; nothing if masks of one fit the other.
+        `list[str]`: one text for each difference. The list is empty if masks of one fit the other.
     """
     sides = [_backbone(nested_config(config)) for config in (one, other)]
     return [
@@ -55,7 +55,7 @@ def _backbone(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def pretrained_differences(one: Header, other: Header) -> list[str]:
-    """Return, in words, which tensors two tickets have from different checkpoints.
+    """Return, in words, which pretrained tensors differ between two tickets.
 
     Args:
         one ([`Header`]):
@@ -99,6 +99,6 @@ def read_fitting_ticket(source: str | os.PathLike, own: Mapping[str, Any], **dow
         more = f", and {len(differences) - 3} more" if len(differences) > 3 else ""
         raise TicketError(
             f"{path}: a mask of another backbone, which differs in: {'; '.join(differences[:3])}{more}; "
-            "load it as a model of its own"
+            "load it as a separate model"
         )
     return ticket

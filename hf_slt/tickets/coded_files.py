@@ -1,17 +1,17 @@
-"""Entropy-coded files: the same ticket in as few bytes as a file can have.
+"""Entropy-coded files: the same ticket in as few bytes as possible.
 
     packed:   header as text, a tensor for every mask and every trained array
     entropy:  header deflated,    one tensor `coded` = trained arrays, raw | masks, entropy-coded
 
-A small ticket is short: as text, the header of one with learned scales takes a tenth of its file.
+The header is deflated because it matters in small tickets: as text, it takes a tenth of one with learned scales.
 
 1. Header. The metadata's `hf_slt` is the base64 of the zlib stream (RFC 1950) of the text that a packed file
    has there. A text begins with a brace, which base64 does not have. Its digest is of the text.
-2. Trained arrays, sorted by tensor name, as their bytes lie in a packed file: values in float32 or float16,
-   or codes and then the scales of their rows. How long each is follows from the header.
+2. Trained arrays, sorted by tensor name, with the same bytes as in a packed file: values in float32 or float16,
+   or codes and then the scales of their rows. Their lengths follow from the header.
 3. Masks: all the rest; see entropy.py.
 
-In files of version 1 the header is text, and masks alone stand in one tensor, `coded_masks`.
+In files of version 1 the header is text, and the tensor `coded_masks` holds only the masks.
 """
 
 import base64
@@ -24,7 +24,7 @@ import numpy as np
 from .entries import Entry
 from .entropy import decode_codes, encode_codes
 
-CODED_KEYS = ("coded", "coded_masks")  # where all data, or in version 1 all masks, of a coded file stand
+CODED_KEYS = ("coded", "coded_masks")  # the tensor with all data or, in version 1, with all masks
 
 
 def deflate(text: str) -> str:
@@ -58,13 +58,13 @@ def inflate(coded: str, most: int) -> str:
         `str`: the text.
 
     Raises:
-        `ValueError`: if there is none, or if it is longer.
+        `ValueError`: if `coded` is damaged, or if the text is longer than `most`.
     """
     stream = zlib.decompressobj()
     try:
         data = stream.decompress(base64.b64decode(coded, validate=True), most)
         if not stream.eof or stream.unused_data:
-            raise ValueError("not one whole zlib stream, or too long a text")
+            raise ValueError("not a complete zlib stream, or the text is too long")
         return data.decode()
     except zlib.error as error:
         raise ValueError(str(error)) from None
@@ -115,7 +115,7 @@ def _counts(entries: Mapping[str, Entry]) -> dict[str, Any]:
 
 
 def _trained(entries: Mapping[str, Entry]) -> list[tuple[str, tuple[int, ...], np.dtype]]:
-    """Keys, shapes and little-endian types of the trained arrays, in their order."""
+    """Return keys, shapes and little-endian types of the trained arrays, in the order of the file."""
     return [
         (key, shape, dtype.newbyteorder("<"))
         for _, entry in sorted(entries.items())

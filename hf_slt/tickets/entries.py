@@ -1,4 +1,4 @@
-"""What the header of a ticket says of one tensor."""
+"""What the header of a ticket says about one tensor."""
 
 import math
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ import numpy as np
 
 from ..weights.quantisation import BITS, stored_form
 
-SCALES = "_scales"  # after the key of quantised values: where the scales of their rows stand
+SCALES = "_scales"  # key of quantised values + this = key of the scales of their rows
 
 
 @dataclass(frozen=True)
@@ -18,11 +18,11 @@ class Entry:
         shape (`tuple[int, ...]`):
             Shape of the tensor.
         key (`str`, *optional*):
-            Where its data are in the file; None if all of it is drawn.
+            Key of its data in the file; None if the whole tensor is drawn.
         law (`str`, *optional*):
-            Distribution of what is drawn; None for a trained tensor, whose values are stored.
+            Distribution of the drawn numbers; None for a trained tensor, whose values are stored.
         scale (`float`, *optional*):
-            Scale of what is drawn; None for a trained tensor.
+            Scale of the drawn numbers; None for a trained tensor.
         counts (`tuple[int, ...]`, *optional*):
             How many weights have each code; None if it has no mask.
         data_sha256 (`str`, *optional*):
@@ -54,7 +54,7 @@ class Entry:
 
     @property
     def kind(self) -> str:
-        """Return masked (codes are stored), frozen (nothing is) or trained (values are)."""
+        """Return masked (codes are stored), frozen (nothing is stored) or trained (values are stored)."""
         return "trained" if self.law is None else "frozen" if self.counts is None else "masked"
 
     def stored(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:

@@ -1,14 +1,14 @@
 """Masks at their entropy: all codes of a ticket in one stream, as short as their counts allow.
 
-A mask that keeps k of n weights is one of (n choose k): a code that knows only n and k needs
-log2(n choose k) bits. This one needs about one bit more for a mask, and up to four bytes more for the
-whole stream.
+A mask that keeps k of n weights is one of (n choose k) masks: a code that knows only n and k needs
+log2(n choose k) bits. The code of this module needs about one bit more per mask, and up to four bytes
+more for the whole stream.
 
-    mask -> bytes -> runs of bytes; a run has one model, made of what is left: n weights, k of them kept
+    mask -> bytes -> runs of bytes; each run has one model, for what is left: n weights, k of them kept
     P(byte) = (n - 8 choose k - j) / (n choose k),  j = bits set in it       # in integers, exactly
 
-Codes of more than two levels are nested masks, each on what the one before kept: which codes are above 0;
-of these, which are above 1; and so on. By the chain rule their entropies add up to that of the codes.
+Codes of more than two levels are coded as nested masks: which codes are above 0; of these, which are above 1;
+and so on. By the chain rule the entropies of these masks add up to the entropy of the codes.
 
 The specification, in full, for a rewrite in another language or on a chip. Counts of codes are known from the
 ticket's header; the stream holds nothing but the masks, sorted by name, then by level.
@@ -22,14 +22,14 @@ ticket's header; the stream holds nothing but the masks, sorted by name, then by
 3. Weights of a run's letters, with T = 2**24, j the number of bits set in v, and x^(i) the falling
    factorial x (x - 1) ... (x - i + 1), which is 0 for i > x:
        w[v] = 1 + floor((T - 2**b) * k^(j) * (n - k)^(b - j) / n^(b)),
-   and what their sum lacks to T is added to the first of the largest. All letters of a run have the
-   weights of its first: they are taken as independent, which costs about 0.03 bit a run.
+   and T minus their sum is added to the first of the largest. All letters of a run have the weights
+   of its first letter, as if they were independent. This costs about 0.03 bit per run.
 4. Coder: rANS (Duda, arXiv 1311.2540). The state s has 64 bits, words on the stack have 32, and
    c[v] = w[0] + ... + w[v - 1]. To decode a letter:
        q = s mod T;  v is the letter with c[v] <= q < c[v] + w[v];
        s = floor(s / T) * w[v] + q - c[v];
        if s < 2**32 and the stack is not empty: s = s * 2**32 + pop().
-   To encode is the inverse, from the last letter of the last mask to the first of the first mask; it
+   Encoding is the inverse, from the last letter of the last mask to the first of the first mask; it
    begins with s = 0x5EED, a mark, and an empty stack:
        if floor(s / 2**40) >= w[v]: push(s mod 2**32), s = floor(s / 2**32);
        s = floor(s / w[v]) * T + s mod w[v] + c[v].
@@ -50,10 +50,10 @@ import numpy as np
 from ..weights.codes import pack_codes, unpack_codes
 
 _TOTAL = 1 << 24  # constriction's precision
-# The coder's state before the first letter and after the last: a mark that damage seldom leaves in place. It
-# costs nothing, for the first letter takes 24 bits whatever the state below it.
+# The encoder begins with this state, and a decoder must end with it: damage almost always changes it. It costs
+# nothing: the first letter takes 24 bits for any smaller state.
 _MARK = np.array([0x5EED], np.uint32)
-# Letters coded at a time. The library takes 32 bits a letter, which a whole mask should not be held in.
+# Letters per call of the library. It uses 32 bits per letter, too much memory for a whole mask at once.
 _CHUNK = 1 << 20
 _ONES = np.array([value.bit_count() for value in range(256)], np.uint8)
 
@@ -97,7 +97,7 @@ def decode_codes(coded: np.ndarray, counts: Mapping[str, Sequence[int]]) -> dict
         `dict[str, np.ndarray]`: packed codes by tensor name.
 
     Raises:
-        `ValueError`: for an array that is no stream of such codes.
+        `ValueError`: if the array is not a stream of such codes.
 
     Example:
 
@@ -111,7 +111,7 @@ def decode_codes(coded: np.ndarray, counts: Mapping[str, Sequence[int]]) -> dict
     )
     found = {}
     for name, some in counts.items():
-        if len(some) == 2:  # one mask, and packed as it is
+        if len(some) == 2:  # one mask, which is packed already
             found[name] = masks[name, 0]
             continue
         codes, places = np.zeros(sum(some), np.uint8), np.arange(sum(some))
@@ -161,8 +161,8 @@ def decode_masks(
 ) -> dict[Any, np.ndarray]:
     """Return the packed masks that `encode_masks` coded.
 
-    An array that is no stream of such masks is refused. This finds most damage, not all: a short code has no room for
-    checks, and a few altered streams are those of other masks. Compare digests.
+    An array that is not a stream of such masks raises an error. This finds most damage, not all: a short code has no
+    room for checks, and a few altered streams are valid streams of other masks. Digests find the rest.
 
     Args:
         coded (`np.ndarray`):
@@ -176,7 +176,7 @@ def decode_masks(
         `dict[Any, np.ndarray]`: packed masks by name.
 
     Raises:
-        `ValueError`: for an array that is no stream of such masks.
+        `ValueError`: if the array is not a stream of such masks.
 
     Example:
 
@@ -187,7 +187,7 @@ def decode_masks(
     library = _constriction()
     if coded.dtype != np.uint8 or coded.ndim != 1 or not coded.size or not coded[-1]:
         raise ValueError(
-            f"coded masks of {coded.dtype}, shape {coded.shape}: not one row of bytes, the last not 0"
+            f"coded masks of {coded.dtype}, shape {coded.shape}: must be one row of bytes that does not end with 0"
         )
     words = (
         np.concatenate([coded, np.zeros(-coded.size % 4, np.uint8)]).view("<u4").astype(np.uint32, copy=False)
@@ -213,10 +213,10 @@ def decode_masks(
 
 
 def _runs(letters: np.ndarray, size: int, kept: int) -> Iterator[tuple[slice, int, int]]:
-    """Slices of `letters`, each with the number of weights, and of kept ones, from its start to the end.
+    """Yield slices of `letters`, each with the numbers of weights and of kept weights from its start to the end.
 
-    The last slice has none or all kept. A run is counted when the next is asked for: a decoder fills it
-    before that.
+    In the last slice none or all are kept. The kept weights of a run are counted when the next run is
+    requested: a decoder fills the run before that.
     """
     start, left, ones = 0, size, kept
     while 0 < ones < left:
@@ -244,7 +244,7 @@ def _model(library: Any, left: int, kept: int) -> Any:
     weights = np.array(by_ones)[_ONES[: 2**bits]]
     weights[np.argmax(weights)] += _TOTAL - weights.sum()
     # The library scales its argument to a sum of _TOTAL - 2**bits, rounds down, and adds 1 to each letter.
-    # Given integers of that sum it has nothing to scale or to round.
+    # Integers with that sum need no scaling and no rounding.
     return library.stream.model.Categorical((weights - 1).astype(np.float64), perfect=False)
 
 

@@ -1,22 +1,22 @@
 """Atomic writes, safe against crashes and concurrent writers.
 
-A file, or a folder that is new, is written beside its place and renamed into it. A folder that is there is
-exchanged, in one step of the system, with a complete new one beside it, in which its other files are linked. A reader
-finds all files of the old folder or all of the new one: weights, configuration, tokenizer, generation settings.
+A file or a new folder is written under a temporary name in the same parent folder, then renamed. An existing folder
+is exchanged, in one system call, with a complete new folder, in which the other files of the old one are linked. A
+reader finds all files of the old folder or all of the new one: weights, configuration, tokenizer, generation settings.
 
-Where a folder cannot be exchanged (it has folders of its own, or the system knows no exchange), its new files take
-four steps:
+If a folder cannot be exchanged (it has subfolders, or the system cannot exchange folders), it is replaced in four
+steps:
 
     .ticket-UUID/       all new files are written here
-    .next-DIGEST/       by one rename; DIGEST is that of the new config.json
+    .next-DIGEST/       the new name of that folder; DIGEST is the digest of the new config.json
     config.json         replaced by a rename: the moment of change
-    the other files     put in their places, while .next-DIGEST still has them all; then that is removed
+    the other files     replaced, while .next-DIGEST still has them all; then .next-DIGEST is removed
 
-A reader of weights takes them from .next-DIGEST if config.json has that very digest (`weights_folder` in
-tickets/format.py). The next writer completes what a killed one began. Until then a tokenizer beside the weights may
-be that of the older ticket.
+Weights are read from .next-DIGEST if config.json has exactly that digest (`weights_folder` in tickets/format.py).
+If a writer is killed, the next writer completes its work. Until then the tokenizer in the folder may be that of the
+older ticket.
 
-Writers of one folder wait for each other, where the system can lock a folder. No folder above it is locked. Readers
+Writers of one folder wait for each other, if the system can lock a folder. No folder above it is locked. Readers
 take no lock: `read_unchanged` reads again if the folder was replaced meanwhile.
 """
 
@@ -44,10 +44,10 @@ except ImportError:  # not on this operating system
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
-# Of these, what a new save does not write is of an older one, and would be loaded in its place.
+# A save removes files of these names that it does not write: they are of an older save, and would be loaded.
 WEIGHT_FILES = r"mask\.safetensors|model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json"
-WARN_SECONDS = 1.0  # a writer that waits so long for another says so
-LOCK_SECONDS = 60.0  # and gives up after this time
+WARN_SECONDS = 1.0  # after this time, a writer that waits for another prints a warning
+LOCK_SECONDS = 60.0  # after this time, it gives up
 READ_ATTEMPTS = 20
 
 _LONGEST_NAME = 100  # characters of a name that a temporary folder repeats; a file system allows 255 bytes
@@ -74,7 +74,7 @@ def replacing(path: str | os.PathLike) -> Iterator[Path]:
 
 
 def check_output_folder(directory: str | os.PathLike) -> None:
-    """Raise `NotADirectoryError` if a folder cannot be made there, because a file has the name.
+    """Raise `NotADirectoryError` if a folder cannot be made because a file has this name.
 
     Args:
         directory (`str` or `os.PathLike`):
@@ -96,7 +96,7 @@ def staged(directory: str | os.PathLike, *, keep: bool = True) -> Iterator[Path]
         directory (`str` or `os.PathLike`):
             The folder to write to. It may be new.
         keep (`bool`, defaults to `True`):
-            False for a process that takes part in the writing of another one: nothing is moved.
+            False for a process that must write too, while another process keeps the files. They are then discarded.
 
     Yields:
         `Path`: a temporary folder. Its files all move to `directory` at the end, or none of them after an error.
@@ -117,9 +117,9 @@ def staged(directory: str | os.PathLike, *, keep: bool = True) -> Iterator[Path]
                 os.rename(stage, target)
                 return
             except OSError:
-                if not target.is_dir():  # else another writer was here first
+                if not target.is_dir():  # if it is a folder, another writer was first
                     raise
-        if target in _OWN:  # seen by nobody else
+        if target in _OWN:  # no other process uses it
             _put_files(stage, target)
             return
         with _locked(target):
@@ -136,8 +136,8 @@ def read_unchanged(folder: str | os.PathLike, read: Callable[[], Result]) -> Res
         folder (`str` or `os.PathLike`):
             The folder. Anything else, such as a Hub name, is read once.
         read (`Callable`):
-            Reads files of the folder. It is called again if the folder was replaced meanwhile: what it has read may
-            be of two saves.
+            Reads files of the folder. It is called again if the folder was replaced meanwhile, because it may have
+            read files of two different saves.
 
     Returns:
         What `read` returns.
@@ -159,7 +159,7 @@ def read_unchanged(folder: str | os.PathLike, read: Callable[[], Result]) -> Res
 
 
 def _version(folder: str | os.PathLike) -> tuple:
-    """Return what differs after a folder was replaced: which folder it is, and which config.json."""
+    """Return values that change when a folder is replaced: the identity of the folder and of its config.json."""
     found: list[tuple] = []
     for path in (Path(folder), Path(folder, CONFIG_FILE)):
         try:
@@ -172,7 +172,7 @@ def _version(folder: str | os.PathLike) -> tuple:
 
 
 def is_own_file(path: Path) -> bool:
-    """Return whether this is a file of its folder, and not a link, which may lead to anybody's secrets.
+    """Return whether this is a file of its folder, and not a link, which may lead to a private file elsewhere.
 
     In the cache of the Hub, all files are links to the folder `blobs` beside them.
 
@@ -206,7 +206,7 @@ def copy_own_file(path: Path, folder: Path) -> None:
 
 
 def _exchange(stage: Path, target: Path) -> bool:
-    """Exchange a folder with a new one that has the same other files; False if that is impossible here."""
+    """Exchange a folder with a new one, with links to its other files. Return False if that is impossible."""
     if any(path.is_dir() and not path.is_symlink() for path in target.iterdir()):
         return False
     written = {path.name for path in stage.iterdir()}
@@ -223,7 +223,7 @@ def _exchange(stage: Path, target: Path) -> bool:
         for path in linked:
             path.unlink(missing_ok=True)
         return False
-    for path in _other_files(stage, written):  # what another program has written there meanwhile
+    for path in _other_files(stage, written):  # files that another program wrote meanwhile
         if not (target / path.name).exists():
             os.replace(path, target / path.name)
     return True
@@ -246,10 +246,10 @@ def swap_folders(one: Path, other: Path) -> bool:
             A folder on the same file system.
 
     Returns:
-        `bool`: False where the system cannot do this. Nothing is changed then.
+        `bool`: True on success. False if the system cannot do this; then nothing is changed.
     """
     try:
-        rename = ctypes.CDLL(None, use_errno=True).renameat2  # of Linux; Python has no function for it
+        rename = ctypes.CDLL(None, use_errno=True).renameat2  # only in Linux; Python has no function for it
     except (OSError, AttributeError, TypeError):
         return False
     here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
@@ -276,7 +276,7 @@ def _put_files(source: Path, target: Path) -> None:
 
 
 def _switch(stage: Path, target: Path) -> None:
-    """Replace files one by one, in such an order that weights and config.json always belong together."""
+    """Replace files one by one. The order makes sure that weights and config.json always belong together."""
     new_config = (stage if (stage / CONFIG_FILE).exists() else target) / CONFIG_FILE
     following = next_folder(target, new_config)
     os.rename(stage, following)
@@ -286,7 +286,7 @@ def _switch(stage: Path, target: Path) -> None:
 
 
 def _end_switch(target: Path) -> None:
-    """Put all files that belong to config.json in their places, and remove those of a save that was cut short."""
+    """Put all files that belong to config.json in their places, and remove those of an interrupted save."""
     following = next_folder(target)
     left = list(target.glob(f"{STAGING_PREFIX}*"))
     if not left:
@@ -313,7 +313,7 @@ def _end_switch(target: Path) -> None:
 def _stage(path: Path, place: Path) -> Iterator[Path]:
     """Make a new folder in `place` for what will be `path`. It is removed at the end, or by the next writer of `path`.
 
-    Nobody can have laid a link there: nobody knows its name. Its lock shows that its process lives.
+    Its name is random, so nobody can have put a link there. Its lock shows that its process is running.
     """
     place.mkdir(parents=True, exist_ok=True)
     for folder in dict.fromkeys((path.parent, path, place)):
@@ -349,7 +349,7 @@ def _remove_left(folder: Path, path: Path) -> None:
     for left in folder.glob(f".{glob.escape(path.name[:_LONGEST_NAME])}-{'[0-9a-f]' * 32}"):
         try:
             lock = _try_lock(left)
-        except BlockingIOError:  # its writer lives
+        except BlockingIOError:  # its writer is still running
             continue
         if lock is not None:
             shutil.rmtree(left, ignore_errors=True)
@@ -361,7 +361,7 @@ def _stage_name(path: Path) -> str:
 
 
 def _place_beside(target: Path) -> Path:
-    """Return where the new files of a folder are written: beside it, or within it if it is on a disk of its own."""
+    """Return where the new files of a folder are written: in its parent or, if that is impossible, inside it."""
     if not target.exists():
         return target.parent
     beside = os.access(target.parent, os.W_OK) and target.parent.stat().st_dev == target.stat().st_dev
@@ -370,7 +370,7 @@ def _place_beside(target: Path) -> Path:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder. `SLTError` if another writer has it for longer than `LOCK_SECONDS`."""
+    """Hold the lock of a folder. Raise `SLTError` if another writer has it for longer than `LOCK_SECONDS`."""
     start, warned = time.monotonic(), False
     while True:
         try:
@@ -391,7 +391,7 @@ def _locked(folder: Path) -> Iterator[None]:
             continue
         if lock is None or os.path.samestat(os.fstat(lock), os.stat(folder)):
             break
-        os.close(lock)  # the folder was exchanged while we waited
+        os.close(lock)  # the folder was exchanged meanwhile: lock the new one
     try:
         yield
     finally:

@@ -7,14 +7,14 @@
 
 (`save_pretrained` writes the same under transformers' own name, model.safetensors, which needs no index.)
 
-A mask is one code per weight, in bit planes (see `codes.py`). With `encoding` "packed" each mask is stored so;
-with "entropy" all data stand in one tensor, `coded` (see `coded_files.py`). Digests are those of
-packed bytes in either case. Trained values are float32, or shorter (see `quantisation.py`).
+A mask is one code per weight, in bit planes (see `codes.py`). With `encoding` "packed" these planes are stored;
+with "entropy" one tensor, `coded`, holds all data (see `coded_files.py`). In both cases, digests are of the
+packed bytes. Trained values are float32, or shorter (see `quantisation.py`).
 
 There is a single loading path: `find_mask_file` finds the file, `read_header` reads its description, and
-`read_ticket` all of it.
-The header is the authority: its tensors must be those that its configuration implies, and config.json and the
-file's own table must say the same, which is checked before anything is allocated.
+`read_ticket` reads all of it.
+The header decides: its tensors must be those that its configuration implies, and config.json and the file's own
+table must agree with it. This is checked before any memory is allocated.
 """
 
 import contextlib
@@ -52,17 +52,17 @@ MODEL_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
 VERSION_KEY = "hf_slt_version"  # in config.json: the version of hf_slt that wrote the folder
-STAGING_PREFIX = ".next-"  # then a digest of config.json: where the files of a save lie until they are moved
+STAGING_PREFIX = ".next-"  # + digest of config.json: folder of new files until they are moved
 METADATA_KEY = "hf_slt"
 DIGEST_KEY = "hf_slt_sha256"  # of the text under METADATA_KEY
 ENCODINGS = ("packed", "entropy")
 # The longest JSON text that is read, in bytes. Nothing larger has been seen; the environment variable raises it. A
-# header may have a sixteenth of it, which is the description of some 5,000 tensors.
+# header may take a sixteenth of it, enough to describe about 5,000 tensors.
 MAX_JSON_BYTES = int(os.environ.get("HF_SLT_MAX_JSON_BYTES") or 16 << 20)
 _HEADER_SHARE = 16
-_MOST_INFLATED = 16  # times the length of a deflated header; those of tickets inflate 4 to 9 times
+_MOST_INFLATED = 16  # largest ratio of inflated to deflated header; tickets have ratios of 4 to 9
 _LONGEST_AXIS = 1 << 48
-_MOST_WEIGHTS = 512  # that a byte of a file may stand for; in a coded mask of density 0.0015 it is 500
+_MOST_WEIGHTS = 512  # largest number of weights per byte; a coded mask of density 0.0015 has 500
 _DTYPES = {"uint8": "U8", "int8": "I8", "float16": "F16", "float32": "F32"}  # as safetensors names them
 _ITEM_BYTES = {"U8": 1, "I8": 1, "F16": 2, "F32": 4}
 REDOWNLOAD_HINT = "download or copy the file again"
@@ -82,7 +82,7 @@ _NOT_COMPUTED = LOADING_KEYS | {"dtype"}  # a ticket loaded in 16 bits is the sa
 
 @dataclass(frozen=True, repr=False)
 class Header:
-    """The metadata of a mask file. It is shown in a few lines; `tensors` has all of it.
+    """The metadata of a mask file. Printing it shows a few lines; `tensors` has the details.
 
     Args:
         config (`Mapping[str, Any]`):
@@ -138,17 +138,17 @@ class Header:
 
     @property
     def is_strict(self) -> bool:
-        """Whether masks only keep or drop, or choose among, numbers that the seed drew.
+        """Whether masks only keep, drop or choose numbers that the seed drew.
 
-        Another seed is then another set of models that a mask can reach. Numbers that are trained beside the
-        masks, as scales and gains, do not count here: their bytes stand beside them.
+        If so, the seed determines which models a mask can reach. Numbers that are trained and stored in addition to
+        the masks, such as scales and gains, do not count here.
         """
         if self.options.get("backbone"):
             return False  # pretrained numbers, which no seed drew
         return only_chooses(self.options["factors"], self.options.get("state_bits"))
 
     def summary(self) -> dict[str, str]:
-        """Return what is worth knowing at first sight, such as the model, the seed and the rule.
+        """Return the most important facts, such as the model, the seed and the rule.
 
         Returns:
             `dict[str, str]`: a few labels, and a text for each.
@@ -175,7 +175,7 @@ class Header:
         return "\n".join([f"{type(self).__name__} of a ticket:", *lines])
 
     def _repr_html_(self) -> str:
-        """Return the same as a table, which notebooks show."""
+        """Return the summary as an HTML table for notebooks."""
         rows = "".join(
             f"<tr><th style='text-align:left'>{html.escape(label)}</th><td>{html.escape(value)}</td></tr>"
             for label, value in self.summary().items()
@@ -223,11 +223,11 @@ def mask_digest(digests: Mapping[str, str]) -> str:
 
 
 def ticket_digest(config: Mapping[str, Any], tensors: Mapping[str, Entry], masks: str) -> str:
-    """Return the digest that names a ticket: of all that its computation depends on.
+    """Return the digest that names a ticket. It covers everything that its computation depends on.
 
     Args:
         config (`Mapping[str, Any]`):
-            The configuration, its options nested. What only tells how to load is left out.
+            The configuration, its options nested. Keys that only say how to load the ticket are left out.
         tensors (`Mapping[str, Entry]`):
             Shapes, laws, scales, counts and digests of all tensors.
         masks (`str`):
@@ -239,7 +239,7 @@ def ticket_digest(config: Mapping[str, Any], tensors: Mapping[str, Entry], masks
     plain = {name: value for name, value in config.items() if name not in _NOT_COMPUTED}
     plain[NESTED] = {name: value for name, value in config[NESTED].items() if name not in _DIGESTS}
     entries = {name: {**asdict(entry), "key": None} for name, entry in tensors.items()}
-    for entry in entries.values():  # as before there was such a field
+    for entry in entries.values():  # older tickets have no such field; their digests must stay the same
         if entry["input_axes"] is None:
             del entry["input_axes"]
     facts = {"config": plain, "tensors": entries, "masks": masks}
@@ -296,7 +296,7 @@ def find_file(source: str | os.PathLike, name: str, **download_kwargs: Any) -> P
         name (`str`):
             Name of the file.
         download_kwargs:
-            As of `find_mask_file`.
+            As in `find_mask_file`.
 
     Returns:
         `Path`, *optional*: the file; None if it does not exist.
@@ -311,7 +311,7 @@ def find_file(source: str | os.PathLike, name: str, **download_kwargs: Any) -> P
 
 
 def weights_folder(folder: Path) -> Path:
-    """Return where the files of a save are: in the folder itself, or where a save that was cut short has put them.
+    """Return where the files of a save are: in the folder itself, or in the subfolder of an interrupted save.
 
     Args:
         folder (`Path`):
@@ -347,7 +347,7 @@ def read_header(path: Path) -> Header:
             The mask file.
 
     Returns:
-        [`Header`]: what the file says of the ticket.
+        [`Header`]: what the file says about the ticket.
 
     Raises:
         [`TicketError`]: at the first fault.
@@ -362,7 +362,7 @@ def _read_header(path: Path, file: BinaryIO, size: int) -> Header:
     if not isinstance(text, str):
         raise TicketError(f"{path}: no {METADATA_KEY!r} metadata; the file was not written by hf_slt")
     longest = MAX_JSON_BYTES // _HEADER_SHARE
-    with contextlib.suppress(ValueError):  # then the digest below is not that of the text
+    with contextlib.suppress(ValueError):  # after an error the digest below does not match
         text = text if text.startswith("{") else inflate(text, min(longest, _MOST_INFLATED * len(text)))
     if metadata != {"format": "pt", METADATA_KEY: stored, DIGEST_KEY: sha256(text)}:
         raise TicketError(f"{path}: the metadata do not have the digest they name; {REDOWNLOAD_HINT}")
@@ -374,7 +374,7 @@ def _read_header(path: Path, file: BinaryIO, size: int) -> Header:
     described = sum(one.size / 8 if one.kind == "frozen" else one.size for one in entries)
     if described > _MOST_WEIGHTS * size:
         raise TicketError(
-            f"{path}: {described:.0f} weights in {size} bytes: too many; pack it, or {REDOWNLOAD_HINT}"
+            f"{path}: {described:.0f} weights in {size} bytes: too many; store it as packed, or {REDOWNLOAD_HINT}"
         )
     found = {key: (tuple(one["shape"]), one.get("dtype")) for key, one in table.items()}
     coded = None if header.encoding == "packed" else CODED_KEYS[CODED_KEYS[1] in found]
@@ -387,7 +387,7 @@ def _read_header(path: Path, file: BinaryIO, size: int) -> Header:
     }
     if coded is not None:
         length = found.get(coded, ((), ""))[0]
-        # A code is not longer than what it stands for, rounding aside.
+        # Coded data are not longer than the data themselves, except for rounding.
         plain = sum(
             math.prod(shape) * dtype.itemsize for one in packed.values() for shape, dtype in one.values()
         )
@@ -397,13 +397,13 @@ def _read_header(path: Path, file: BinaryIO, size: int) -> Header:
         wanted[coded] = (length if fits else (), "U8")
     for key in sorted(wanted.keys() | found.keys()):
         if wanted.get(key) != found.get(key):
-            shown = found.get(key, "missing"), wanted.get(key, "nothing of it")
+            shown = found.get(key, "missing"), wanted.get(key, "nothing about it")
             raise TicketError(
                 f"{path}: tensor {key} is {shown[0]}, the metadata say {shown[1]}; {REDOWNLOAD_HINT}"
             )
     end = file.tell() + sum(math.prod(shape) * _ITEM_BYTES[dtype] for shape, dtype in wanted.values())
     if end != size:
-        raise TicketError(f"{path}: {size} bytes, where its table describes {end}; {REDOWNLOAD_HINT}")
+        raise TicketError(f"{path}: {size} bytes, but its table describes {end}; {REDOWNLOAD_HINT}")
     return header
 
 
@@ -477,7 +477,9 @@ def ticket_and_faults(path: Path) -> tuple[Ticket, list[TicketError]]:
             with contextlib.suppress(ValueError):
                 if count_codes(array, sum(entry.counts), len(entry.counts)) == list(entry.counts):
                     continue
-            faults.append(TicketError(f"{path}: {name} has other codes than the {entry.counts} it says"))
+            faults.append(
+                TicketError(f"{path}: {name} does not have the counts of codes {entry.counts} it names")
+            )
     if not faults and (found := mask_digest(digests)) != header.mask_digest:
         differ = f"digest {found[:8]}... of all masks is not the {header.mask_digest[:8]}... in its metadata"
         faults.append(TicketError(f"{path}: {differ}; {REDOWNLOAD_HINT}"))
@@ -518,7 +520,7 @@ def _read_table(path: Path, file: BinaryIO, size: int) -> tuple[dict[str, Any], 
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file that may come from a stranger.
+    """Read a JSON object from an untrusted file.
 
     Args:
         path (`Path`):
@@ -528,13 +530,13 @@ def read_json(path: Path) -> dict[str, Any]:
         `dict[str, Any]`: the object.
 
     Raises:
-        [`TicketError`]: if there is none, or if it is too long or malformed.
+        [`TicketError`]: if the file does not exist, is too long, or holds no valid JSON object.
     """
     return parse_json(path, read_bytes(path))
 
 
 def read_bytes(path: Path) -> bytes:
-    """Read all of a JSON file, if it is not longer than such files are.
+    """Read all of a JSON file, unless it is too long.
 
     Args:
         path (`Path`):
@@ -549,16 +551,16 @@ def read_bytes(path: Path) -> bytes:
     with _opened(path) as (file, size):
         if size > MAX_JSON_BYTES:
             raise TicketError(
-                f"{path}: {size} bytes, more than the {MAX_JSON_BYTES} it may have; {_LIMIT_HINT}"
+                f"{path}: {size} bytes, more than the {MAX_JSON_BYTES} that are allowed; {_LIMIT_HINT}"
             )
         return file.read(size)
 
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
-    """Open a file that may come from a stranger: the file, and its length."""
+    """Open an untrusted file. Yield the file and its length."""
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # a device has no end, and to open a pipe is to wait
+        if not stat.S_ISREG(path.stat().st_mode):  # a device has no end, and opening a pipe waits
             raise TicketError(f"{path}: not a regular file; {REDOWNLOAD_HINT}")
         with open(path, "rb") as file:
             yield file, os.fstat(file.fileno()).st_size
@@ -580,13 +582,13 @@ def parse_json(path: Path, data: bytes | str) -> dict[str, Any]:
         `dict[str, Any]`: the object.
 
     Raises:
-        [`TicketError`]: if it is none.
+        [`TicketError`]: if the text is not such an object.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
-            raise ValueError("a key that stands twice")
+            raise ValueError("a key occurs twice")
         return found
 
     def finite(text: str) -> float:
@@ -600,10 +602,10 @@ def parse_json(path: Path, data: bytes | str) -> dict[str, Any]:
 
     try:
         found = json.loads(data, object_pairs_hook=unique, parse_constant=finite, parse_float=finite)
-        if depth(found) > 16:  # where four are needed
-            raise ValueError(f"{depth(found)} levels, one within the other")
+        if depth(found) > 16:  # a ticket needs four
+            raise ValueError(f"objects nested in {depth(found)} levels")
     except (ValueError, RecursionError) as error:
-        raise TicketError(f"{path}: not the JSON that it should be ({error}); {REDOWNLOAD_HINT}") from None
+        raise TicketError(f"{path}: not valid JSON ({error}); {REDOWNLOAD_HINT}") from None
     if not isinstance(found, dict):
         raise TicketError(f"{path}: JSON, but not an object; {REDOWNLOAD_HINT}")
     return found
@@ -615,7 +617,7 @@ def parse_json(path: Path, data: bytes | str) -> dict[str, Any]:
 def _parse_header(path: Path, facts: dict[str, Any]) -> Header:
     version, encoding = facts.get("format_version"), facts.get("encoding")
     if type(version) is not int or version < 1:
-        raise TicketError(f"{path}: format_version {str(version)[:99]!r} is no version; {REDOWNLOAD_HINT}")
+        raise TicketError(f"{path}: format_version {str(version)[:99]!r} is not a version; {REDOWNLOAD_HINT}")
     if version > FORMAT_VERSION:
         raise TicketError(
             f"{path}: this file has format version {version}; hf_slt {__version__} reads 1 to {FORMAT_VERSION}; "
@@ -644,9 +646,9 @@ def _parse_header(path: Path, facts: dict[str, Any]) -> Header:
         if not has_digest:  # an older version
             header = replace(header, digest=found)
         for stored in (header.digest, header.options["digest"] if has_digest else found):
-            require(stored == found, f"digest {str(stored)[:8]}..., not {found[:8]}... of what it says")
+            require(stored == found, f"digest {str(stored)[:8]}..., but its content has {found[:8]}...")
     except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
-        raise TicketError(f"{path}: metadata that describe no ticket ({error}); {REDOWNLOAD_HINT}") from None
+        raise TicketError(f"{path}: the metadata describe no ticket ({error}); {REDOWNLOAD_HINT}") from None
     return header
 
 
@@ -656,16 +658,16 @@ def _is_name(value: Any) -> bool:
 
 
 def _check_options(header: Header) -> None:
-    """Raise an exception of any kind unless the options are such that codes and weights can be computed."""
+    """Raise an exception of any type unless codes and weights can be computed from the options."""
     options = header.options
     own, inside = header.mask_digest, options["mask_digest"]
     require(own == inside, f"mask_digest {own!r}, but {inside!r} in the configuration")
     require(options["state"] == "ticket", f"state {options['state']!r}, not 'ticket'")
     for key in ("rule", "weight_generator"):
-        require(_is_name(options[key]), f"{key} {str(options[key])[:99]!r} is no name")
+        require(_is_name(options[key]), f"{key} {str(options[key])[:99]!r} is not a name")
     settings = options["rule_options"]
     named = type(settings) is dict and all(map(_is_name, settings))
-    require(named, f"rule_options {str(settings)[:99]} are no options")
+    require(named, f"rule_options {str(settings)[:99]} are not options")
     for key, value in settings.items():
         require(
             type(value) is not str or _is_name(value),
@@ -692,11 +694,11 @@ def _check_options(header: Header) -> None:
 def _check_entry(name: str, entry: Entry, options: Mapping[str, Any]) -> None:
     """Raise `ValueError` unless an entry describes a tensor."""
     shape = entry.shape
-    require(_is_name(name), f"{str(name)[:99]!r} is no name of a tensor")
+    require(_is_name(name), f"{str(name)[:99]!r} is not a name for a tensor")
     require(type(shape) is tuple and 0 < len(shape) <= 8, f"{name} has shape {shape!r}")
     require(all(type(one) is int and 0 < one < _LONGEST_AXIS for one in shape), f"{name} has shape {shape!r}")
     if entry.kind == "trained":
-        require(entry.scale is None and entry.counts is None, f"{name} is trained, and has a law")
+        require(entry.scale is None and entry.counts is None, f"{name} has a scale or counts, but no law")
         require(type(entry.bits) is int and entry.bits in (32, 16, *BITS), f"{name} has {entry.bits!r} bits")
     else:
         laws = (*LAWS, PRETRAINED) if options.get("backbone") else LAWS
@@ -736,7 +738,7 @@ def _check_entry(name: str, entry: Entry, options: Mapping[str, Any]) -> None:
 
 
 def check_loading_keys(path: Path, config: Mapping[str, Any]) -> None:
-    """Raise `TicketError` for what transformers would stumble over before it asks hf_slt.
+    """Raise `TicketError` for values on which transformers would fail before it calls hf_slt.
 
     Args:
         path (`Path`):
@@ -756,7 +758,7 @@ def check_loading_keys(path: Path, config: Mapping[str, Any]) -> None:
 
 
 def config_faults(path: Path, header: Header, config: Mapping[str, Any]) -> Iterator[TicketError]:
-    """Yield where config.json is not that of the model that the masks were made for.
+    """Yield an error for everything in config.json that does not fit the model that the masks were made for.
 
     Args:
         path (`Path`):
@@ -806,7 +808,7 @@ def check_weights(path: str | os.PathLike, name: str, entry: Entry, found: str) 
         name (`str`):
             Name of the tensor.
         entry ([`Entry`]):
-            What the ticket says of the tensor.
+            What the ticket says about the tensor.
         found (`str`):
             Digest of the weights drawn here.
 
@@ -817,7 +819,7 @@ def check_weights(path: str | os.PathLike, name: str, entry: Entry, found: str) 
         differ = f"digest {found[:8]}..., not the {str(entry.weight_sha256)[:8]}... they were trained with"
         if entry.law == PRETRAINED:
             raise TicketError(
-                f"{path}: {name} of the pretrained weights has {differ}: another checkpoint than the ticket was made "
-                "for; backbone= says where the right one is"
+                f"{path}: {name} of the pretrained weights has {differ}: the ticket was made for another checkpoint; "
+                "give the right one as backbone="
             )
         raise TicketError(f"{path}: the weights drawn for {name} have {differ}; the ticket was altered")

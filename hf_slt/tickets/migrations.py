@@ -1,4 +1,4 @@
-"""Headers and configurations of older versions, brought to the present one.
+"""Converts headers and configurations of older versions to the present version.
 
     version 1    edge-popup only; a density and the number of kept weights in place of counts of codes
     version 2    all rules; the options of hf_slt stand flat in the configuration
@@ -13,9 +13,9 @@ from typing import Any
 
 from ..weights.random_weights import GENERATOR
 
-DIGITS = 16  # of a tensor's digest that are stored; that of all masks has 64
+DIGITS = 16  # stored digits of a tensor's digest; the digest of all masks has 64
 NESTED = "supermask"  # the object in config.json that holds our options
-# The options of version 2, flat in the configuration, with the value of each that version 1 did not have.
+# The options of version 2, flat in the configuration. Those that version 1 did not have are given with a value.
 _RULE_OPTIONS = ("density", "densities", "mask_bits", "threshold", "n_of_m")
 _ADDED_IN_2: dict[str, Any] = {
     "frozen_density": None,
@@ -67,7 +67,7 @@ def from_version_2(facts: dict[str, Any]) -> dict[str, Any]:
         `dict[str, Any]`: the new object.
 
     Raises:
-        `ValueError`: if it is no header of version 2.
+        `ValueError`: if it is not a header of version 2.
     """
     if "digest" in facts:
         raise ValueError("keys ['digest']")
@@ -77,7 +77,7 @@ def from_version_2(facts: dict[str, Any]) -> dict[str, Any]:
 def from_version_1(facts: dict[str, Any]) -> dict[str, Any]:
     """Return the header of version 1 as one of version 3.
 
-    It leaves out what the configuration says too, and adds the counts of all codes.
+    Facts that are also in the configuration are left out, and the counts of all codes are added.
 
     Args:
         facts (`dict[str, Any]`):
@@ -87,7 +87,7 @@ def from_version_1(facts: dict[str, Any]) -> dict[str, Any]:
         `dict[str, Any]`: the new object.
 
     Raises:
-        `ValueError`: if it is no header of version 1.
+        `ValueError`: if it is not a header of version 1.
     """
     config = facts["config"]
     same = {"seed": config["seed"], "rule": config["rule"], "density": config["density"]}

@@ -1,4 +1,4 @@
-"""Is a ticket's folder what it says? Every fault of it, by name. No torch is needed.
+"""Checks the folder of a ticket, and names every fault. Does not need torch.
 
 A digest proves that nothing was altered since the ticket was made, and that the weights drawn here are those
 it was trained on. It does not prove who made it; and the tokenizer in the folder has no digest.
@@ -50,8 +50,9 @@ def _mask_path_in(folder: Path) -> Path:
 def verify_files(directory: str | os.PathLike, *, weights: bool = True) -> Ticket:
     """Check the files of a ticket's folder, and read them.
 
-    Files present and readable, versions known, configuration, every mask, and every frozen weight drawn again and
-    compared with its digest. `hf_slt.verify_ticket` also checks that they describe a model, which needs torch.
+    All files must be present and readable, of known versions, and agree with the configuration. Every mask is compared
+    with its digest, and so is every frozen weight, which is drawn again. `hf_slt.verify_ticket` also checks that the
+    files describe a model, which needs torch.
 
     Args:
         directory (`str` or `os.PathLike`):
@@ -60,7 +61,7 @@ def verify_files(directory: str | os.PathLike, *, weights: bool = True) -> Ticke
             Whether to draw the weights, which takes most of the time.
 
     Returns:
-        [`Ticket`]: the ticket, which is read once.
+        [`Ticket`]: the ticket, so that the caller need not read it again.
 
     Raises:
         [`TicketError`]: at the first fault.
@@ -75,7 +76,7 @@ def verify_files(directory: str | os.PathLike, *, weights: bool = True) -> Ticke
 def check_files(
     directory: str | os.PathLike, *, weights: bool = True
 ) -> tuple[list[TicketError], Ticket | None]:
-    """Find all that is wrong with the files of a ticket's folder. `models/checks.py` has the same for the model.
+    """Find everything that is wrong with the files of a ticket's folder. `models/checks.py` checks the model too.
 
     Args:
         directory (`str` or `os.PathLike`):
@@ -97,7 +98,7 @@ def check_files(
 
 
 def _find_faults(directory: str | os.PathLike, weights: bool, read: list[Ticket]) -> Iterator[TicketError]:
-    """Yield every fault; `read` gets the ticket."""
+    """Yield every fault, and append the ticket to `read`."""
     directory = Path(directory)
     if not directory.is_dir():
         yield TicketError(f"{directory}: no such folder")
@@ -109,7 +110,9 @@ def _find_faults(directory: str | os.PathLike, weights: bool, read: list[Ticket]
     except TicketError as fault:
         yield fault
     if path.name == MASK_FILE and path.exists() and path.with_name(MODEL_FILE).exists():
-        yield TicketError(f"{path.with_name(MODEL_FILE)}: stands beside {MASK_FILE}; remove one of them")
+        yield TicketError(
+            f"{path.with_name(MODEL_FILE)}: the folder also has {MASK_FILE}; remove one of them"
+        )
     try:
         ticket, faults = ticket_and_faults(path)
     except TicketError as fault:
@@ -132,7 +135,7 @@ def _find_faults(directory: str | os.PathLike, weights: bool, read: list[Ticket]
     yield from faults
     if config is not None:
         yield from config_faults(path, ticket.header, config)
-    # Pretrained weights are loaded, which needs torch (models/checks.py).
+    # Pretrained weights are checked in models/checks.py: to load them needs torch.
     drawn = [name for name, one in ticket.header.tensors.items() if one.law not in (None, PRETRAINED)]
     digests = map_in_threads(lambda name: ticket.header.spec(name).drawn_digest(), drawn if weights else ())
     for name, found in zip(drawn, digests, strict=False):

@@ -1,4 +1,4 @@
-"""Mask files written: from arrays, or from another ticket; `format.py` specifies what is written.
+"""Writes mask files, from arrays or from another ticket. `format.py` specifies the format.
 
 header and arrays -> write_masks -> mask.safetensors, index; with config.json -> one rename
 """
@@ -74,7 +74,7 @@ def rewrite_ticket(
         source (`str` or `os.PathLike`):
             Folder of the ticket.
         target (`str` or `os.PathLike`):
-            Folder to write to. It is complete at every moment.
+            Folder to write to. Readers find a complete ticket there at every moment.
         encoding (`str`, defaults to `"packed"`):
             How the new file stores its masks: `"packed"` or `"entropy"`.
         masks (`Mapping[str, np.ndarray]`, *optional*):
@@ -154,7 +154,7 @@ def write_masks(
         else:
             stored[key] = array.astype(np.float16) if entry.bits == 16 else array
     facts = asdict(header)
-    for name, entry in facts["tensors"].items():  # without what does not apply: small tickets are small files
+    for name, entry in facts["tensors"].items():  # fields that do not apply are left out, to save bytes
         facts["tensors"][name] = {key: one for key, one in entry.items() if one is not None}
     text = json.dumps(facts, sort_keys=True, separators=(",", ":"))
     metadata = {"format": "pt", METADATA_KEY: text, DIGEST_KEY: sha256(text)}
@@ -162,9 +162,9 @@ def write_masks(
         stored = {CODED_KEYS[0]: encode_file(stored, header.tensors)}
         metadata[METADATA_KEY] = deflate(text)
     (directory / file_name).write_bytes(_in_order(save(stored, metadata)))
-    read_header(directory / file_name)  # nothing is saved that would not load
+    read_header(directory / file_name)  # fails here if the file would not load
     if file_name == MODEL_FILE:
-        return  # transformers looks there without an index
+        return  # transformers finds this name without an index
     index = {
         "metadata": {"total_size": sum(array.nbytes for array in stored.values())},
         "weight_map": dict.fromkeys(sorted(stored), MASK_FILE),

@@ -2,9 +2,9 @@
 
     defaults < YAML preset (--config) < command line
 
-Options of the model are fields of its configuration. Options of the run are called as in transformers'
-`TrainingArguments` where the same is meant. An unknown or ill-typed value is an error in a preset as well:
-it is read as if it were typed.
+Options of the model are fields of its configuration. Options of the run have the names of transformers'
+`TrainingArguments` if they mean the same. A preset is checked like a command line: an unknown name or a value
+of the wrong type is an error.
 """
 
 import argparse
@@ -34,12 +34,12 @@ from ..tickets.format import read_json
 from .own_rule import add_own_rule
 
 DEVICE_HINT = (
-    "training takes a GPU if there is one, and else the processor; ACCELERATE_USE_CPU=true before the command keeps "
-    "it on the processor"
+    "training uses a GPU if there is one, otherwise the processor; write ACCELERATE_USE_CPU=true before the command "
+    "to use the processor"
 )
 CONTROLS = ("dense", "random_mask", "frozen_embeddings")
 
-# GPT-2's own fields bring no help; ours do, but for those that the library sets.
+# Help for GPT-2's own fields, which have none. Our fields have help, except those that the library sets.
 GPT2_HELP = {
     "n_layer": "Number of blocks.",
     "n_head": "Attention heads in a block.",
@@ -51,7 +51,7 @@ GPT2_HELP = {
 }
 
 
-# GPT-2's options of size, and what most other architectures call the same.
+# GPT-2's options of size, and their names in most other architectures.
 SIZES = {
     "n_layer": "num_hidden_layers",
     "n_head": "num_attention_heads",
@@ -71,8 +71,8 @@ class BaseArguments:
     """The architecture."""
 
     architecture: str = option(
-        "A model_type of transformers that has a causal language model, such as llama or qwen3. It gets the sizes of"
-        " n_layer, n_head, n_embd and n_inner, unless base_config has its own.",
+        "A model_type of transformers that has a causal language model, such as llama or qwen3. Its sizes are"
+        " n_layer, n_head, n_embd and n_inner, unless base_config is given.",
         "gpt2",
     )
     base_config: str | None = option(
@@ -81,7 +81,7 @@ class BaseArguments:
 
 
 def model_fields() -> list[Field]:
-    """Return the options of a model: GPT-2's own, ours, and those of all rules that are known by now.
+    """Return the options of a model: those of GPT-2, of hf_slt, and of all rules that are known so far.
 
     Returns:
         `list[Field]`: fields with a help text.
@@ -110,7 +110,7 @@ def _rule_fields() -> list[Field]:
         defaults = ", ".join(f"{rule} {_shown(item.default)}" for rule, item in items.items())
         text = f"{first.metadata.get('help', '')} Rules and defaults: {defaults}."
         made: Any = field(default=None, metadata={"help": text.strip()})
-        lazy = isinstance(first.type, str)  # the text of an annotation
+        lazy = isinstance(first.type, str)  # the annotation is only a text
         made.name, made.type = name, type(first.default) if lazy else first.type
         if isinstance(first.default, tuple):
             made.type = list
@@ -124,7 +124,7 @@ def _shown(value: Any) -> str:
 
 @dataclass
 class RunArguments:
-    """The run: how long, how fast, what is written where."""
+    """Options of the run: its length, its speed, and what is written where."""
 
     output_dir: str = option("Folder for the ticket, checkpoints, log and figures.", "runs/ticket")
     encoding: Literal["packed", "entropy"] = option(
@@ -132,7 +132,7 @@ class RunArguments:
         "packed",
     )
     control: str | None = option(
-        "Train a control instead of a ticket, on the same text and steps: dense (stock GPT-2, all weights"
+        "Train a control instead of a ticket, with the same text and number of steps: dense (stock GPT-2, all weights"
         " trained), random_mask (the first mask, never trained) or frozen_embeddings."
     )
     compare: list[str] | None = option(  # noqa: RUF009 (the default is None)
@@ -141,7 +141,7 @@ class RunArguments:
     prompt: str | None = option("At the end, let the trained models continue this text.")
     max_steps: int = option("Optimizer steps. A positive number overrides num_train_epochs.", -1)
     num_train_epochs: float = option("Passes over the training text.", 3.0)
-    per_device_train_batch_size: int = option("Sequences that a process takes at once.", 16)
+    per_device_train_batch_size: int = option("Sequences in a batch of one process.", 16)
     gradient_accumulation_steps: int = option("Batches whose gradients make one optimizer step.", 1)
     dataloader_num_workers: int | None = option(
         "Processes that read ahead; by default none for stored text and one for a stream, which is tokenised"
@@ -161,17 +161,17 @@ class RunArguments:
     adam_beta1: float = option("AdamW: decay of the mean of gradients.", 0.9)
     adam_beta2: float = option("AdamW: decay of the mean of squared gradients.", 0.999)
     momentum: float = option("SGD: momentum.", 0.9)
-    weight_decay: float = option("Weight decay of trained weights; scores have one of their own.", 0.0)
+    weight_decay: float = option("Weight decay of trained weights; for scores see score_decay.", 0.0)
     score_decay: float = option(
-        "Weight decay of scores. They keep their order, but stay so small that masks keep changing in a long"
-        " run; 0.5 does well.",
+        "Weight decay of scores. It does not change their order, but keeps them small, so masks keep changing in a"
+        " long run; 0.5 works well.",
         0.0,
     )
     warmup_steps: float = option(
         "Steps in which the learning rate rises to its highest; below 1, this share of all steps.", 0
     )
     min_lr_rate: float = option(
-        "After warm-up the learning rate falls on a cosine to this share of its highest; 1: stays level.",
+        "After warm-up the learning rate falls on a cosine to this share of its highest; 1 keeps it constant.",
         0.1,
     )
     max_grad_norm: float = option(
@@ -179,9 +179,9 @@ class RunArguments:
     )
     dropout: float = option("Dropout wherever GPT-2 has it: residual stream, embeddings, attention.", 0.0)
     ramp_start: float | None = option(
-        "Start with this density, or threshold, and go linearly to that of the model's rule."
+        "Start with this density, or threshold, and change it linearly to the value of the model's rule."
     )
-    ramp_steps: int = option("Steps that the way from ramp_start to the model's own value takes.", 0)
+    ramp_steps: int = option("Steps in which the value changes from ramp_start to that of the rule.", 0)
     relaxed_steps: float = option(
         "Train the first steps without a mask: each factor follows its score freely, and only evaluations use the"
         " mask. Below 1, this share of all steps; 0.5 does well in long runs.",
@@ -202,7 +202,7 @@ class RunArguments:
     save_steps: float = option(
         "Steps between checkpoints; below 1, this share of all steps. 0 saves only when interrupted.", 500
     )
-    save_total_limit: int = option("How many of the last checkpoints to keep, beside the best one.", 2)
+    save_total_limit: int = option("How many of the last checkpoints to keep, besides the best one.", 2)
     resume_from_checkpoint: str | None = option(
         "Resume from this checkpoint; without a value, from the last one in output_dir, if there is one.",
         nargs="?",
@@ -210,12 +210,14 @@ class RunArguments:
     )
     overwrite: bool = option("Delete the checkpoints of an earlier run in output_dir.", False)
     dry_run: int | None = option(
-        "Print what the run would be and stop: weights, bytes of the ticket, memory per process. The value is the"
-        " number of processes, 1 if there is none.",
+        "Print the sizes of the run and stop: weights, bytes of the ticket, memory per process. The value is the"
+        " number of processes, 1 if it is left out.",
         nargs="?",
         const=1,
     )
-    report_to: str = option("A tracker beside log.jsonl: tensorboard, trackio, wandb or none.", "none")
+    report_to: str = option(
+        "A tracker in addition to log.jsonl: tensorboard, trackio, wandb or none.", "none"
+    )
 
     def __post_init__(self) -> None:
         for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "save_total_limit"):
@@ -264,7 +266,7 @@ class RunArguments:
             self.resume_from_checkpoint = "true" if resume == "true" else None
 
 
-# How a run goes, not what it computes: these may differ when a run is resumed.
+# Options that do not change what a run computes. They may differ when a run is resumed.
 FREE_TO_CHANGE = frozenset(
     "output_dir encoding prompt resume_from_checkpoint overwrite report_to logging_steps save_steps "
     "save_total_limit compare cache_dir torch_compile moments dry_run "
@@ -307,7 +309,7 @@ class Arguments:
         base ([`BaseArguments`], *optional*):
             Options that choose the architecture.
         default_preset (`Path`, *optional*):
-            Path of the preset that was applied without being asked for.
+            Path of the preset that is applied because the command line names none.
     """
 
     model: Any = field(default_factory=SupermaskGPT2Config)  # or the configuration of another architecture
@@ -323,7 +325,7 @@ class Arguments:
 
     @classmethod
     def of(cls, **options: Any) -> "Arguments":
-        """Build arguments from options by name, whichever group they are of.
+        """Build arguments from options of all groups, by name.
 
         Args:
             options:
@@ -364,7 +366,7 @@ class Arguments:
         return {**asdict(self.base), **model, **asdict(self.data), **asdict(self.run)}
 
     def config(self, tokenizer: Any) -> Any:
-        """Return the model's configuration, with what follows from text and run: vocabulary, length, dropout.
+        """Return the model's configuration, with the values that text and run determine: vocabulary, length, dropout.
 
         Args:
             tokenizer:
@@ -388,13 +390,13 @@ class Arguments:
                 )
             return config
         config.vocab_size, config.max_position_embeddings = len(tokenizer), self.data.block_size
-        # Blocks are full: nothing is padded, so no pad token is named.
+        # Blocks are full: nothing is padded, so there is no pad token.
         config.bos_token_id = config.eos_token_id = tokenizer.eos_token_id
         return config
 
 
 def _model_config(base: BaseArguments, **options: Any) -> Any:
-    """The configuration of the model, as far as it follows from the options of the model."""
+    """Return the configuration of the model, as far as the options of the model determine it."""
     if base.architecture == "gpt2" and not base.base_config and not options.get("backbone"):
         return SupermaskGPT2Config(**options)
     stock = _stock_config(base, options)
@@ -407,7 +409,7 @@ def _model_config(base: BaseArguments, **options: Any) -> Any:
 
 
 def _stock_config(base: BaseArguments, options: dict[str, Any]) -> Any:
-    """The stock configuration that a run starts from: of the backbone, of a file, or of the sizes."""
+    """Return the stock configuration of a run: that of the backbone, that in a file, or one with the given sizes."""
     if backbone := options.get("backbone"):
         return AutoConfig.from_pretrained(backbone, revision=options.get("backbone_revision"))
     facts: dict[str, Any] = {}
@@ -441,7 +443,7 @@ def _stock_config(base: BaseArguments, options: dict[str, Any]) -> Any:
 def parse_arguments(
     words: Sequence[str] | None = None, description: str | None = None, preset: Path | None = None
 ) -> Arguments:
-    """Read arguments from a command line, on top of the preset that --config names, or else of `preset`.
+    """Read arguments from a command line. It overrides the preset that --config names, or else `preset`.
 
     Args:
         words (`Sequence[str]`, *optional*):
@@ -462,7 +464,7 @@ def parse_arguments(
     early.add_argument("--rule")
     first = early.parse_known_args(words)[0]
     own_rule = None
-    if ":" in (first.rule or ""):  # before the options are declared: it has some
+    if ":" in (first.rule or ""):  # before the options are declared: the rule has its own
         try:
             own_rule = add_own_rule(first.rule, _names_taken())
         except SLTError as error:
@@ -476,11 +478,11 @@ def parse_arguments(
     parser.add_fields("the text", fields(DataArguments))
     parser.add_fields("the run", fields(RunArguments))
     if path := first.config:
-        # As defaults, so that --help shows what this preset would do.
+        # Set as defaults: --help then shows the values of this preset.
         parser.set_defaults(**vars(parser.parse_args(_preset_words(parser, Path(path)))))
     options = vars(parser.parse_args(words))
     if (rule := own_rule or options["rule"]) in RULES and rule != parser.get_default("rule"):
-        own = {one.name for one in fields(RULES[rule])}  # a preset's options of another rule do not apply
+        own = {one.name for one in fields(RULES[rule])}  # options of another rule in a preset do not apply
         parser.set_defaults(**{name: None for name in rule_option_names() if name not in own})
         options = vars(parser.parse_args(words))
     options["rule"] = rule
@@ -492,7 +494,7 @@ def parse_arguments(
 
 
 def _preset_words(parser: OptionParser, path: Path) -> list[str]:
-    """A preset as a command line, so that argparse checks names and types alike."""
+    """Return a preset as a command line: argparse then checks its names and types too."""
     try:
         preset = yaml.safe_load(path.read_text())
     except OSError as error:
@@ -505,7 +507,7 @@ def _preset_words(parser: OptionParser, path: Path) -> list[str]:
     for name, value in preset.items():
         if name not in known:
             parser.error(f"{path}: unknown option {name}{did_you_mean(str(name), known)}")
-        if name == "rule" and ":" in str(value):  # a preset may be somebody else's
+        if name == "rule" and ":" in str(value):  # a preset may come from another person
             parser.error(
                 f"{path}: rule {value} names code to run; give it on the command line: --rule {value}"
             )

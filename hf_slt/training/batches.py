@@ -1,9 +1,9 @@
-"""Which blocks make up a step.
+"""Which blocks belong to a step.
 
-Of stored text it is a function of (seed, step): every pass over the blocks is a permutation drawn from the
-seed, and steps cut the endless row of passes into global batches. Two processes take the halves of what one
-process would have taken, and there is no place in the data to save. A stream is read in its own order, every
-process reads its own part, and a checkpoint holds the place.
+For stored text this is a function of (seed, step): every pass over the blocks is a permutation drawn from the seed,
+and steps cut the endless sequence of passes into global batches. Two processes each get half of the batch of a single
+process, and a checkpoint needs no place in the data. A stream is read in its own order, every process reads its own
+part, and a checkpoint stores the place.
 """
 
 import os
@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 from ..text.blocks import StreamedBlocks, TokenBlocks, model_inputs
 from ..weights.random_weights import draw
 
-INPUTS = ("input_ids", "labels")  # a block names its own labels: -100 where a token is not to be learned
+INPUTS = ("input_ids", "labels")  # a block has its own labels: -100 for a token that is not to be learned
 
 
 def block_order(seed: int, epoch: int, size: int) -> np.ndarray:
@@ -57,8 +57,8 @@ class Batches:
         accelerator (`Accelerator`):
             The processes.
         workers (`int`, *optional*):
-            Processes that read ahead. By default none for stored blocks, whose reading costs nothing, and one
-            for a stream, which must be tokenised.
+            Processes that read ahead. Default: none for stored blocks, which are fast to read, and one for a stream,
+            which must be tokenised.
     """
 
     def __init__(
@@ -77,19 +77,19 @@ class Batches:
         self.streams = isinstance(blocks, StreamedBlocks)
         self.workers = int(self.streams) if workers is None else workers
         if self.streams and self.workers > 1:
-            self.workers = 1  # one reader has one place in the stream
-        self.place: Any = None  # in the stream, before step `_step`
+            self.workers = 1  # with a single reader there is a single place in the stream
+        self.place: Any = None  # the place in the stream before step `_step`
         self._step = 0
         self._loaded: Iterator[Any] | None = None
 
     def restore(self, step: int, place: Any) -> None:
-        """Go to a step. `place` is what this process had there: None for stored blocks.
+        """Continue from a step.
 
         Args:
             step (`int`):
                 Number of the step.
             place:
-                What this process had in `place` at that step: None for stored blocks.
+                The value of `place` that this process had at that step: None for stored blocks.
         """
         self._step, self.place, self._loaded = step, place, None
 
@@ -114,7 +114,7 @@ class Batches:
         options: dict[str, Any] = {
             "num_workers": self.workers,
             "pin_memory": self.device.type == "cuda",
-            "generator": torch.Generator(),  # or torch's own would move, and dropout would depend on resuming
+            "generator": torch.Generator(),  # torch's own would advance, and dropout would depend on resuming
         }
         if not self.streams:
             sampler = _StepSampler(self, step * self.width)
@@ -130,7 +130,7 @@ class Batches:
 
 
 class _StepSampler(Sampler[list[int]]):
-    """The indices of this process's micro-batches, endlessly, from a place in the row of passes on."""
+    """Yields the indices of this process's micro-batches, without end, from a given place in the passes."""
 
     def __init__(self, batches: Batches, first: int) -> None:
         self.batches, self.first = batches, first
@@ -151,7 +151,7 @@ class _StepSampler(Sampler[list[int]]):
 
 
 class _EndlessStream(IterableDataset):
-    """Pass after pass over a stream, from a place on: pairs of a block and the place after it."""
+    """Yields a stream again and again, from a given place: pairs of a block and the place after it."""
 
     def __init__(self, blocks: StreamedBlocks, place: Mapping[str, Any] | None) -> None:
         self.blocks, self.place = blocks, place
@@ -173,13 +173,13 @@ def _collate_stream(rows: list[tuple[Mapping[str, np.ndarray], Any]]) -> tuple[d
 
 
 def _quiet_tokenizers(worker: int) -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # or `tokenizers` warns of the fork, and does the same
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # otherwise `tokenizers` warns of the fork, then does this
 
 
 def validation_batches(
     blocks: TokenBlocks, size: int, accelerator: Accelerator
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Yield this process's share. All processes take equally many batches; surplus rows have labels of -100.
+    """Yield this process's share. All processes get the same number of batches; extra rows have labels of -100.
 
     Args:
         blocks ([`TokenBlocks`]):

@@ -1,11 +1,11 @@
-"""Checkpoints: all that a run needs to resume to identical bits, in safetensors and JSON.
+"""Checkpoints: everything that a run needs to resume with identical results, in safetensors and JSON.
 
     output_dir/checkpoints/step-00000500/
-      model.safetensors        learned parameters, whole, whatever the number of processes
+      model.safetensors        learned parameters, not sharded, for any number of processes
       optimizer.safetensors    moments by parameter name; the masks at the last evaluation
       state.json               step, arguments, digests of the other two and of itself
 
-A checkpoint appears by one rename and is removed by one, so every visible one is complete. Nothing is pickled.
+A checkpoint appears by one rename and disappears by one, so every visible checkpoint is complete. Nothing is pickled.
 """
 
 import json
@@ -42,7 +42,7 @@ class CheckpointError(SLTError):
 
 
 def lock(output_dir: Path) -> FileLock:
-    """Lock a folder against other runs for as long as the lock lives.
+    """Lock a folder against other runs, as long as the lock exists.
 
     Args:
         output_dir (`Path`):
@@ -119,7 +119,7 @@ class Snapshot:
 
     @classmethod
     def take(cls, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, **more: Any) -> "Snapshot":
-        """Gather parameters and moments; every process must call it. Only the first holds the result.
+        """Gather parameters and moments. Every process must call this; only the first gets the result.
 
         Args:
             step (`int`):
@@ -132,9 +132,9 @@ class Snapshot:
                 Other fields of the snapshot.
 
         Returns:
-            [`Snapshot`]: the snapshot, which is empty in all processes but the first.
+            [`Snapshot`]: the snapshot, which is empty in all processes except the first.
         """
-        # Parameters first: that shards again what an evaluation left whole, which no optimizer state is for.
+        # Parameters first: this shards them again if an evaluation left them whole, as the optimizer state needs.
         parameters: Any = get_model_state_dict(model, options=WHOLE)
         whole: Any = get_optimizer_state_dict(model, optimizer, options=WHOLE)
         moments = {
@@ -145,7 +145,7 @@ class Snapshot:
         return cls(step, parameters, moments, whole.get("param_groups", []), **more)
 
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Put the state back; every process calls it with the whole snapshot.
+        """Put the state back. Every process calls this with the whole snapshot.
 
         Args:
             model (`nn.Module`):
@@ -170,7 +170,7 @@ class Checkpoints:
         output_dir (`Path`):
             Folder of the run.
         arguments (`Mapping`):
-            What must be the same for a checkpoint to be resumed.
+            Values that must be the same for a checkpoint to be resumed.
         keep (`int`):
             How many of the last checkpoints to keep.
         extendable (`bool`, defaults to `False`):
@@ -181,13 +181,13 @@ class Checkpoints:
         self, output_dir: Path, arguments: Mapping[str, Any], keep: int, extendable: bool = False
     ) -> None:
         self.folder = output_dir / "checkpoints"
-        self.arguments = json.loads(json.dumps(arguments))  # as it comes back from disk
+        self.arguments = json.loads(json.dumps(arguments))  # as they are when read from disk
         self.keep, self.extendable = keep, extendable
 
     def begin(self, resume: str | None, overwrite: bool) -> Path | None:
         """Find the checkpoint to resume from, if any.
 
-        The folder of an earlier run is refused unless that run is to be resumed or overwritten.
+        It is an error if the folder has an earlier run that is neither resumed nor overwritten.
 
         Args:
             resume (`str` or `None`):
@@ -199,7 +199,7 @@ class Checkpoints:
             `Path | None`: the checkpoint; None to start anew.
 
         Raises:
-            [`CheckpointError`]: if there is no such checkpoint, or an earlier run is in the way.
+            [`CheckpointError`]: if there is no such checkpoint, or if the folder has an earlier run.
         """
         for left in self.folder.glob(".step-*"):  # half written or half removed when a run was killed
             shutil.rmtree(left)
@@ -234,11 +234,11 @@ class Checkpoints:
             with staged(path) as stage:
                 self._write(snapshot, stage)
         except (OSError, SafetensorError) as error:
-            hint = "make room, and resume from the one before it with --resume_from_checkpoint"
+            hint = "free some disk space, and resume from the previous one with --resume_from_checkpoint"
             raise CheckpointError(f"{path}: cannot be written ({error}); {hint}") from error
         best = f"step-{snapshot.best[0]:08d}" if snapshot.best else ""
         found = _steps_in(self.folder)
-        now = found.index(path) + 1  # later ones are there if the run went back to an earlier one
+        now = found.index(path) + 1  # there are later ones if the run was resumed from an earlier one
         for old in found[: max(0, now - self.keep)] + found[now:]:
             if old.name != best:
                 _remove(old)
@@ -306,8 +306,10 @@ class Checkpoints:
         if "steps" in changed and self.extendable:
             what += " (a run can be made longer, not shorter)"
         elif "steps" in changed:
-            what += " (the rates so far are those of a cosine over the former steps; with min_lr_rate 1, a "
-            what += "level rate, a run can be made longer)"
+            what += (
+                " (the learning rates so far are a cosine over the former steps; only with min_lr_rate 1, a "
+            )
+            what += "constant rate, can a run be made longer)"
         raise CheckpointError(f"{path} is of another run: {what}; give the same, or another output_dir")
 
 
@@ -317,7 +319,7 @@ def _steps_in(folder: Path) -> list[Path]:
 
 
 def _remove(path: Path) -> None:
-    """Remove a checkpoint by one rename: a kill in the middle leaves nothing that looks like one."""
+    """Rename a checkpoint, then remove it: a kill in between leaves nothing that looks like a checkpoint."""
     shutil.rmtree(path.rename(path.with_name(f".{path.name}")))
 
 

@@ -1,4 +1,4 @@
-"""Seeing a run and stopping it: the log, the measures of masks, the clock, signals."""
+"""Watches a run and stops it: the log, the measures of masks, the clock, signals."""
 
 import json
 import math
@@ -24,8 +24,8 @@ from ..weights.random_weights import TensorSpec
 logger = logging.get_logger(__name__)
 
 PATIENCE = 10.0  # seconds in which repeated signals are ignored: launchers forward Ctrl-C
-AGREE_EVERY = 10  # steps between the questions of several processes whether to stop
-COLLAPSED = 0.9  # share of a layer's outputs without a weight that is worth a warning
+AGREE_EVERY = 10  # several processes agree every so many steps whether to stop
+COLLAPSED = 0.9  # warn if this share of a layer's outputs has no weight
 
 
 def scored_tensors(model: nn.Module) -> dict[str, TensorSpec]:
@@ -48,7 +48,7 @@ def scored_tensors(model: nn.Module) -> dict[str, TensorSpec]:
 def codes_of(
     tensors: Mapping[str, TensorSpec], rule: Any, parameters: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return the codes, by name of their scores, of whole parameters.
+    """Return the codes of whole (not sharded) parameters, by the name of their scores.
 
     Args:
         tensors (`Mapping[str, TensorSpec]`):
@@ -80,7 +80,7 @@ def mask_measures(
         codes (`Mapping[str, Tensor]`):
             What `codes_of` returns.
         before (`Mapping[str, Tensor]`):
-            The same at the last evaluation; empty at the first.
+            The codes at the last evaluation; empty at the first.
         factors (`Sequence[float]`):
             The factor of each code.
 
@@ -93,7 +93,7 @@ def mask_measures(
         kept = one != factors.index(0.0) if 0.0 in factors else torch.ones_like(one, dtype=torch.bool)
         density[name] = float(kept.float().mean())
         if kept.dim() == 1:
-            continue  # only a share of the tensor is searched: a row of scores has no outputs
+            continue  # only a part of the tensor is searched: its scores are a row without outputs
         axes = tensors[name].input_axes
         empty[name] = share = float((~kept.flatten(axes[0], axes[-1]).any(axes[0])).float().mean())
         if share > COLLAPSED:
@@ -109,12 +109,12 @@ def mask_measures(
 def attention_moments(
     model: PreTrainedModel, batch: Tensor | Mapping[str, Tensor], *, relative: bool = False
 ) -> Tensor:
-    """Measure how spread the attention of each head is: the mean over positions of tr M2. Forward only.
+    """Measure how spread the attention of each head is: the mean over positions of tr M2. No backward is needed.
 
         tr M2_i = sum_j A_ij |x_j|^2 - |sum_j A_ij x_j|^2,     x = the input of the attention
 
-    A head near zero attends to one position (or to positions that are alike): every derivative of the
-    loss by its query and key carries M2 as a factor, so its query and key scores get no gradient.
+    A head near zero attends to one position (or to similar positions). M2 is a factor of every derivative of the
+    loss by its query and key, so its query and key scores get no gradient.
 
     Args:
         model (`PreTrainedModel`):
@@ -140,8 +140,8 @@ def attention_moments(
     traces = []
 
     def spread(shares: Tensor, x: Tensor) -> Tensor:
-        """(batch, heads) from attention (batch, heads, i, j) and inputs (batch, j, width)."""
-        x = x - x.mean(1, keepdim=True)  # tr M2 does not see the mean; subtracting it saves digits
+        """Return (batch, heads) from attention (batch, heads, i, j) and inputs (batch, j, width)."""
+        x = x - x.mean(1, keepdim=True)  # tr M2 does not depend on the mean; without it, it is more accurate
         mean = torch.einsum("bhij,bjr->bhir", shares, x)
         trace = torch.einsum("bhij,bj->bhi", shares, x.square().sum(-1)) - mean.square().sum(-1)
         weights = counted[:, None].to(x)
@@ -169,8 +169,8 @@ def attention_moments(
     training = model.training
     model.eval()
     try:
-        # The whole model, because sharded weights are gathered from there; not its compiled form, which
-        # would pass the hooks by.
+        # The whole model, because sharded weights are gathered there; but not its compiled form, which would not
+        # call the hooks.
         with torch.compiler.set_stance("force_eager"):
             model(**inputs, use_cache=False)
     finally:
@@ -225,7 +225,7 @@ class Log:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a log, up to the first line that is none: a kill or a full disk has cut it.
+    """Return the records of a log, up to the first line that is not a record: a kill or a full disk has cut it.
 
     Args:
         path (`Path`):
@@ -238,7 +238,7 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     for line in path.read_bytes().splitlines():
         try:
             record = json.loads(line)
-        except ValueError:  # no JSON, or no text
+        except ValueError:  # not JSON, or not text
             break
         if not isinstance(record, dict) or not {"kind", "step"} <= record.keys():
             break
@@ -247,9 +247,9 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
 
 class Interruption:
-    """SIGINT and SIGTERM ask the loop to stop after the current step; another one, seconds later, stops at once.
+    """Asks the loop to stop after the current step on SIGINT or SIGTERM. Another signal, seconds later, stops at once.
 
-    Only the main thread receives signals: a loop in another thread is never asked.
+    Only the main thread receives signals: a loop in another thread is never asked to stop.
     """
 
     def __init__(self) -> None:
@@ -272,10 +272,10 @@ class Interruption:
             self.asked, self.since = True, time.monotonic()
 
     def agreed(self, accelerator: Accelerator, step: int) -> bool:
-        """Return whether to stop after this step: all processes do, if any of them was asked to.
+        """Return whether to stop after this step. If any process was asked to stop, all processes stop.
 
-        Several processes exchange the answer every `AGREE_EVERY` steps only, because asking makes the devices
-        wait for each other.
+        Several processes exchange this only every `AGREE_EVERY` steps, because the exchange makes devices wait for
+        each other.
 
         Args:
             accelerator (`Accelerator`):
@@ -294,7 +294,7 @@ class Interruption:
 
 
 class Clock:
-    """Tokens per second of training, without the time that evaluation and saving take.
+    """Measures the tokens per second of training, without the time for evaluation and saving.
 
     Args:
         tokens_per_step (`int`):

@@ -3,8 +3,8 @@
     --rule mine.py:AboveMedian --temperature 3
     --rule package.module:AboveMedian
 
-The file is code, and is run. Therefore it is named on the command line only: neither a ticket, nor a checkpoint, nor a
-preset can name one. A ticket stores the name of the class, codes and factors, and loads without the rule.
+The file is code, and is run. Therefore only the command line can name it: a ticket, a checkpoint or a preset cannot. A
+ticket stores the name of the class, codes and factors, and loads without the rule.
 """
 
 import importlib.util
@@ -21,7 +21,7 @@ from ..options import did_you_mean
 
 
 def add_own_rule(place: str, taken: Collection[str] = ()) -> str:
-    """Add a rule of one's own to the rules that are known by name.
+    """Add a user's rule to the rules that are known by name.
 
     Args:
         place (`str`):
@@ -33,7 +33,7 @@ def add_own_rule(place: str, taken: Collection[str] = ()) -> str:
         `str`: the name of the rule, which is that of the class.
 
     Raises:
-        [`SLTError`]: if there is no such file, module or class, or if the class is no rule.
+        [`SLTError`]: if there is no such file, module or class, or if the class is not a rule.
     """
     module, _, name = place.rpartition(":")
     found = _names_in(place, module)
@@ -74,6 +74,6 @@ def _names_in(place: str, module: str) -> dict[str, Any]:
         sys.modules[name] = made = importlib.util.module_from_spec(spec)  # dataclasses look there
         spec.loader.exec_module(made)
         return vars(made)
-    except Exception as error:  # whatever the code raises
+    except Exception as error:  # the code can raise anything
         why = " ".join(str(error).split()) or "no message"
         raise SLTError(f"rule {place}: {module} cannot be read: {type(error).__name__}: {why}") from error

@@ -1,7 +1,7 @@
-"""What a run will be, before its first step: sizes, bytes of the ticket, and memory of each process.
+"""The sizes of a run, before its first step: weights, bytes of the ticket, and memory of each process.
 
-Nothing is allocated: the model is built on torch's meta device. Memory follows from these sums, with N drawn
-weights, L learned numbers, and P processes that share (FSDP) or copy (DDP) what is learned:
+Nothing is allocated: the model is built on torch's meta device. Memory is estimated by these sums, with N drawn
+weights, L learned numbers, and P processes that share (FSDP) or copy (DDP) the learned numbers:
 
     drawn weights       4 N                 float32, and the places of searched weights; every process has all
     masked weights      4 N, 2 N in bf16    weight * mask, kept from the forward to the backward pass
@@ -10,8 +10,8 @@ weights, L learned numbers, and P processes that share (FSDP) or copy (DDP) what
     AdamW's moments     8 L                 (4 L with SGD)                          / P with FSDP
     activations         34 b tokens width layers / 2 + 8 tokens vocabulary          b bytes per number
 
-The activations are those of Korthikanti et al. (2022, arXiv 2205.05198) for a block whose attention is computed
-by a fused kernel, and logits with their gradient. With gradient checkpointing a block keeps its input only.
+The formula for activations is that of Korthikanti et al. (2022, arXiv 2205.05198) for a block whose attention is
+computed by a fused kernel, plus logits with their gradient. With gradient checkpointing a block keeps only its input.
 """
 
 import math
@@ -28,7 +28,7 @@ from .run import asks_for_fsdp, build_model
 
 @dataclass(frozen=True)
 class TokenizerSizes:
-    """As much of a tokenizer as a configuration needs.
+    """The part of a tokenizer that a configuration needs.
 
     Args:
         size (`int`):
@@ -58,7 +58,7 @@ class RunPlan:
         trained (`int`):
             Other numbers that are trained and stored.
         ticket_bytes (`int`):
-            Size of the packed file without its header, which has some kilobytes. Entropy coding makes it smaller.
+            Size of the packed file without its header of a few kilobytes. Entropy coding makes it smaller.
         steps (`int`):
             Optimizer steps; 0 if the length of the text decides.
         tokens_per_step (`int`):
@@ -66,7 +66,7 @@ class RunPlan:
         processes (`int`):
             Number of processes.
         memory (`dict[str, int]`):
-            Bytes per process, by what they hold.
+            Bytes per process, by their purpose.
     """
 
     name: str
@@ -128,9 +128,9 @@ def plan_run(
         processes (`int`):
             Number of processes.
         sharded (`bool`, *optional*):
-            Whether processes share what is learned. Default: whether accelerate was launched with FSDP.
+            Whether processes share the learned numbers. Default: whether accelerate was launched with FSDP.
         tokenizer (`PreTrainedTokenizerFast`, *optional*):
-            The tokenizer. By default it is loaded if the options name one, and else has `vocab_size` tokens.
+            The tokenizer. Default: the one that the options name, or else one with `vocab_size` tokens.
 
     Returns:
         [`RunPlan`]: the sizes.

@@ -1,4 +1,4 @@
-"""A ticket beside its controls: one table, one figure, one report.
+"""Compares a ticket with its controls: one table, one figure, one report.
 
 gap closed = (random mask - ticket) / (random mask - dense twin)       of validation losses
 """
@@ -51,7 +51,7 @@ def train_and_compare(
     own: str = arguments.run.control or "ticket"
     prompt = arguments.run.prompt
     if "dense" in (own, *(arguments.run.compare or ())):
-        check_twin(arguments.model)  # now, not after hours of training
+        check_twin(arguments.model)  # an error should come now, not after hours of training
     require_packages("the figures at the end of a run", "matplotlib")
     if arguments.run.encoding == "entropy":
         require_packages("encoding entropy", "constriction")
@@ -65,7 +65,7 @@ def train_and_compare(
     if arguments.default_preset and state.is_main_process:
         print(f"no --config was given: the preset {arguments.default_preset} applies", flush=True)
     if state.is_main_process:
-        print("reading the text, and tokenising it unless that was done before", flush=True)
+        print("reading the text, and tokenising it unless it is in the cache", flush=True)
     with state.main_process_first():  # the first process tokenises, the others read its cache
         corpus = load_blocks(arguments.data)  # one copy for all controls
     if state.is_main_process:
@@ -75,7 +75,7 @@ def train_and_compare(
         run = arguments.run
         if name != own:
             folders[name] = _folder(arguments, name)
-            resume = run.resume_from_checkpoint and "true"  # a path is that of the ticket's checkpoint
+            resume = run.resume_from_checkpoint and "true"  # a path names a checkpoint of the ticket only
             changes = {"control": name, "compare": None, "output_dir": str(folders[name])}
             run = replace(run, resume_from_checkpoint=resume, **changes)
         found = train(replace(arguments, run=run), corpus=corpus)
@@ -108,25 +108,25 @@ def train_and_compare(
     print(f"\nsaved in {folders[own]}: " + ", ".join(names))
     if own != "dense":
         print("\nNext steps:")
-        page = ("page {} page.html",) if arguments.base.architecture == "gpt2" else ()  # of no other
+        page = ("page {} page.html",) if arguments.base.architecture == "gpt2" else ()
         for words in ("generate {}", "inspect {}", *page):
             print("  slt " + words.format(report["saved"]))
     return report
 
 
 def _folder(arguments: Arguments, name: str) -> Path:
-    """Return where the ticket of a run, or one of its controls, is written."""
+    """Return the folder of the ticket of a run, or of one of its controls."""
     own = Path(arguments.run.output_dir)
     return own if name == (arguments.run.control or "ticket") else own / name
 
 
 def _check_launch(processes: int) -> None:
-    """Raise `SLTError` if each process of a launch believes that it is the only one."""
+    """Raise `SLTError` if several processes were launched, but each of them runs alone."""
     launched = int(os.environ.get("WORLD_SIZE") or 1)
     if launched > processes:
         raise SLTError(
-            f"{launched} processes were launched, but each of them runs alone, because there is no GPU here; to let "
-            "them share the processor, write ACCELERATE_USE_CPU=true before accelerate launch"
+            f"{launched} processes were launched, but each of them runs alone, because there is no GPU here; to make "
+            "them share the work on the processor, write ACCELERATE_USE_CPU=true before accelerate launch"
         )
 
 
@@ -151,7 +151,7 @@ def table(reports: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def sample(folder: str, prompt: str, tokens: int = 60) -> str:
-    """Return the text with which a saved model continues a prompt: the same at every call.
+    """Return the text with which a saved model continues a prompt. It is the same at every call.
 
     Args:
         folder (`str`):

@@ -1,9 +1,9 @@
-"""A run, set up and in pieces: what the loop in recipes/train_gpt2_slt.py is made of.
+"""A training run: its setup, and the parts of the loop in recipes/train_gpt2_slt.py.
 
     rate, rule, dropout, blocks = functions of (arguments, step)
 
-Therefore scores and optimizer moments are all there is to save, with the place in a stream of text: a run that
-was killed resumes to identical bits, and two processes see the batches that one would have seen.
+Therefore a checkpoint needs only scores, optimizer moments, and the place in a stream of text: a run that was
+killed resumes with identical results, and two processes see the same batches as one.
 """
 
 import json
@@ -42,7 +42,7 @@ from .monitoring import Log, attention_moments, codes_of, mask_measures, scored_
 
 
 def rate_at(step: int, steps: int, warmup: int, floor: float) -> float:
-    """Return the share of the highest learning rate at a step: up a line, down a cosine to the floor.
+    """Return the learning rate at a step, as a share of the highest: it rises linearly, then falls as a cosine.
 
     Args:
         step (`int`):
@@ -144,14 +144,14 @@ def check_twin(config: Any) -> None:
     if not config.layer_norm or getattr(config, "has_free_widths", False):
         raise SLTError(
             "the stock class has norms and heads of n_embd / n_head, so this model has no dense twin; leave "
-            "the dense control out, or layer_norm, n_qk and n_v as they are by default"
+            "the dense control out, or use the defaults of layer_norm, n_qk and n_v"
         )
 
 
 def dense_twin(config: Any, std: float = 0.02) -> Any:
-    """Build the stock model of the same sizes, all of whose weights are trained.
+    """Build the stock model of the same sizes. All of its weights are trained.
 
-    Over a backbone it starts from the pretrained weights: it is then ordinary fine-tuning.
+    With a backbone it starts from the pretrained weights: this is ordinary fine-tuning.
 
     Args:
         config:
@@ -174,7 +174,7 @@ def dense_twin(config: Any, std: float = 0.02) -> Any:
     stock = config.stock_config()
     stock.initializer_range = std
     twin = stock_class(stock)
-    twin.loss_type = "ForCausalLM"  # as ours: else the loss would be scaled otherwise
+    twin.loss_type = "ForCausalLM"  # as in our models: the loss must be scaled in the same way
     return twin
 
 
@@ -197,8 +197,8 @@ def build_optimizer(model: nn.Module, options: RunArguments) -> torch.optim.Opti
     if options.control == "dense" and options.dense_learning_rate is not None:
         rate = options.dense_learning_rate
     groups = [
-        # What counts of scores is their order, not their size; but the larger they are, the longer a step of
-        # AdamW, whose length is the rate, takes to change it.
+        # Only the order of scores matters, not their size. But a step of AdamW has a fixed length, the rate: the
+        # larger the scores, the more steps it takes to change their order.
         {"params": scores, "lr": options.learning_rate, "weight_decay": options.score_decay},
         {"params": weights, "lr": rate, "weight_decay": options.weight_decay},
     ]
@@ -225,7 +225,7 @@ WARMUP_TOO_LONG = (
 
 @cache
 def print_once(text: str) -> None:
-    """Print a text once per program: the runs of one comparison have much in common.
+    """Print a text only once per program: several runs of a comparison would print the same text.
 
     Args:
         text (`str`):
@@ -264,19 +264,19 @@ class Run:
         self.arguments, self.options, self.seed = arguments, arguments.run, arguments.model.seed
         self.folder, self.make_optimizer = Path(self.options.output_dir), make_optimizer
         tracker = None if self.options.report_to == "none" else self.options.report_to
-        precision = "bf16" if self.options.bf16 else None  # or else as accelerate was configured
+        precision = "bf16" if self.options.bf16 else None  # None: as accelerate was configured
         self.accelerator = Accelerator(
             mixed_precision=precision, log_with=tracker, project_dir=str(self.folder)
         )
         if self.accelerator.mixed_precision == "fp16":
-            raise SLTError("fp16 needs a loss scale, which no checkpoint here holds; use bf16")
+            raise SLTError("fp16 needs a loss scale, which checkpoints here do not store; use bf16")
         self._own_accumulation()
         if self.accelerator.is_main_process:
-            self.lock = lock(self.folder)  # two runs would mix one log
+            self.lock = lock(self.folder)  # two runs would write into the same log
             kind = self.accelerator.distributed_type
             if asks_for_fsdp() and kind != DistributedType.FSDP:
                 print_once(FSDP_NOT_USED.format(self.accelerator.device, kind.value))
-        with self.accelerator.main_process_first():  # it tokenises, the others read its cache
+        with self.accelerator.main_process_first():  # the first tokenises, the others read its cache
             self.corpus = corpus or load_blocks(arguments.data)
         if self.accelerator.is_main_process:
             print_once(self.corpus.summary())
@@ -304,7 +304,7 @@ class Run:
         self._norm = self._largest_norm = torch.zeros(())  # of the gradient; read only when it is logged
         self.best: tuple[int, float] | None = None  # step and validation loss
         self.masks: dict[str, Tensor] = {}  # codes at the last evaluation
-        level = self.options.min_lr_rate == 1  # the rates so far are then those of a longer run too
+        level = self.options.min_lr_rate == 1  # then a longer run would have had the same rates so far
         limit = self.options.save_total_limit
         self.checkpoints = Checkpoints(self.folder, self._identity(), limit, extendable=level)
         before = self._resume()
@@ -317,10 +317,10 @@ class Run:
         return self.accelerator.prepare(model, self.make_optimizer(model, self.options))
 
     def _own_accumulation(self) -> None:
-        """Keep accelerate from dividing the gradient: the loop does, by the option of the run.
+        """Prevent accelerate from dividing the gradient: the loop does this already, by the option of the run.
 
-        `accelerate launch --gradient_accumulation_steps N` sets a number of its own, by which
-        `accelerator.backward` would divide once more.
+        `accelerate launch --gradient_accumulation_steps N` sets another number, by which `accelerator.backward`
+        would divide a second time.
         """
         launched, wanted = (
             self.accelerator.gradient_accumulation_steps,
@@ -334,17 +334,17 @@ class Run:
         self.accelerator.gradient_accumulation_steps = 1
 
     def _length(self) -> int:
-        """Return the number of optimizer steps, also where it is given in passes over the text."""
+        """Return the number of optimizer steps, which may be given as passes over the text."""
         if self.options.control == "random_mask":
             return 0
         if self.options.max_steps > 0:
             return self.options.max_steps
         if isinstance(self.corpus.train, StreamedBlocks):
-            raise SLTError("a stream has no known length to count passes of; give max_steps")
+            raise SLTError("a stream has no known length, so passes cannot be counted; give max_steps")
         return math.ceil(self.options.num_train_epochs * max(1, len(self.corpus.train) // self.batches.width))
 
     def _resume(self) -> Path | None:
-        """Restore the checkpoint that the arguments ask for, and return the log it was written beside."""
+        """Restore the checkpoint that the arguments ask for, and return the log of its run."""
         found: list[Path | None] = [None]
         if self.accelerator.is_main_process:
             found = [self.checkpoints.begin(self.options.resume_from_checkpoint, self.options.overwrite)]
@@ -362,7 +362,7 @@ class Run:
         return path.parent.parent / "log.jsonl"
 
     def _identity(self) -> dict[str, Any]:
-        """Return what must be the same for a checkpoint to be resumed."""
+        """Return the values that must be the same for a checkpoint to be resumed."""
         return {
             **{name: value for name, value in self.arguments.flat().items() if name not in FREE_TO_CHANGE},
             "steps": self.steps,
@@ -377,7 +377,7 @@ class Run:
     # -- pieces of a step
 
     def begin_step(self) -> None:
-        """Set what follows from the step alone: learning rates, the rule, and the random state of dropout."""
+        """Set what depends only on the step: learning rates, the rule, and the random state of dropout."""
         share = rate_at(self.done, self.steps, self.warmup, self.options.min_lr_rate)
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * share
@@ -394,7 +394,7 @@ class Run:
     def _set_rule(self) -> Any:
         """Give all layers the rule as it is at this step, and return it."""
         rule: Any = self.config.make_rule()
-        if self.done < self.steps:  # what is saved at the end is always of the density asked for
+        if self.done < self.steps:  # after the last step the rule has the final density
             options = {
                 name: ramp_at(
                     self.done, getattr(rule, name), self.options.ramp_start, self.options.ramp_steps
@@ -409,17 +409,17 @@ class Run:
         return rule
 
     def clip_gradient(self) -> None:
-        """Scale the gradient down where it is too long, without waiting for the device to know its norm."""
+        """Scale the gradient down if its norm is too large, without waiting for the device."""
         longest = self.options.max_grad_norm or math.inf
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), longest)
         self._norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        # The maximum of a number and NaN is NaN: one bad step is seen whenever the next look is.
+        # The maximum of a number and NaN is NaN: the next check finds a bad step, however long ago it was.
         self._largest_norm = torch.maximum(self._largest_norm.to(self._norm), self._norm)
 
     def check_gradient(self) -> float:
         """Check that every gradient since the last call was finite.
 
-        Called whenever something is logged, evaluated or saved: no damaged scores reach the disk.
+        This is called whenever something is logged, evaluated or saved, so damaged scores are never saved.
 
         Returns:
             `float`: the norm of the last gradient.
@@ -438,7 +438,7 @@ class Run:
     # -- between steps
 
     def due(self, option: str) -> bool:
-        """Whether what is done every `option` steps is due now. After the last step everything is.
+        """Return whether the work that is done every `option` steps is due now. After the last step all work is.
 
         Args:
             option (`str`):
@@ -451,7 +451,7 @@ class Run:
         return self.done == self.steps or (every > 0 and self.done % every == 0)
 
     def progress_bar(self) -> Any:
-        """Return a bar over all steps, which only the first process shows; outside of a terminal it prints lines.
+        """Return a progress bar over all steps. Only the first process shows it. Outside a terminal it prints lines.
 
         Returns:
             The bar.
@@ -466,7 +466,7 @@ class Run:
         return self.batches.width * self.arguments.data.block_size
 
     def log_training(self, losses: list[Tensor], speed: float) -> str:
-        """Log the mean of the losses since the last time, over all processes.
+        """Log the mean of the losses since the last call, over all processes.
 
         Args:
             losses (`list[Tensor]`):
@@ -506,14 +506,14 @@ class Run:
         self.log.write("evaluation", self.done, **measures)
         if rule is not None:
             parameters: Any = get_model_state_dict(self.model, options=WHOLE)
-            if self.accelerator.is_main_process:  # others were given none
+            if self.accelerator.is_main_process:  # the others did not get the parameters
                 tensors = scored_tensors(self.accelerator.unwrap_model(self.model))
                 codes = codes_of(tensors, rule, parameters)
                 measures_of_masks = mask_measures(tensors, codes, self.masks, rule.factors)
                 self.log.write("masks", self.done, **measures_of_masks)
                 self.masks = codes
         if self.options.moments:
-            # The same blocks in every process: sharded weights are gathered by all or by none.
+            # The same blocks in every process, because all processes must gather sharded weights together.
             blocks = self.corpus.validation
             ids = torch.as_tensor(blocks[np.arange(min(8, len(blocks)))]["input_ids"]).long()
             model = self.accelerator.unwrap_model(self.model)

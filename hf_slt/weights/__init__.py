@@ -1,1 +1,1 @@
-"""A seed is the weights: random numbers, the codes of masks, short numbers. NumPy only."""
+"""Weights from a seed: random numbers, the codes of masks, and quantised numbers. Needs only NumPy."""

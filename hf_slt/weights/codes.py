@@ -1,16 +1,16 @@
-"""What a ticket stores of a masked tensor: one small integer per weight, its code.
+"""What a ticket stores for a masked tensor: one small integer per weight, its code.
 
     weight = drawn * factors[code]        a mask of zeros and ones has the factors (0, 1)
-    weight = drawn[state]                 of a trellis: codes are a path through its states (see trellis.py)
+    weight = drawn[state]                 for a trellis: codes are a path through its states (see trellis.py)
 
-`weights_of` decides between the two, for all that reads a ticket.
+`weights_of` decides between the two. All code that computes masked weights calls it.
 
 Codes of n weights with c factors are max(1, ceil(log2 c)) planes of ceil(n / 8) bytes, one after the other.
 Plane j holds bit j of every code: bit i % 8 (least significant first) of byte i // 8 is weight i of the
-row-major tensor; the bits after the last are zero.
+row-major tensor; the bits after the last weight are zero.
 
-Where only a share of a tensor is searched, the codes are those of the searched weights alone, in row-major
-order; the others are kept (factor 1) or dropped (factor 0) for good. Which is which follows from the seed:
+If only a part of a tensor is searched, only the searched weights have codes, in row-major order. Each of the
+others is always kept (factor 1) or always dropped (factor 0). The seed decides which weights these are:
 order all weights by (word i of the generator under the name + ".search", i); the first `searched` of them are
 searched, the next round(frozen_density * rest) are kept.
 """
@@ -27,13 +27,13 @@ Observer = Callable[[TensorSpec, str], None]  # called with every tensor that is
 
 
 def only_chooses(factors: Sequence[float], state_bits: int | None) -> bool:
-    """Whether codes only keep or drop, or choose among, drawn numbers, and never change one.
+    """Return whether codes only keep, drop or choose drawn numbers, and never change a number.
 
     Args:
         factors (`Sequence[float]`):
             The factor of each code.
         state_bits (`int` or `None`):
-            Bits of a state where codes are a path through a trellis.
+            Bits of a state if codes are a path through a trellis, else None.
 
     >>> only_chooses((0.0, 1.0), None), only_chooses((-1.0, 0.0, 1.0), None)
     (True, False)
@@ -119,7 +119,7 @@ def count_codes(packed: np.ndarray, size: int, levels: int) -> list[int]:
         `list[int]`: a count for each code.
 
     Raises:
-        `ValueError`: for a code that does not exist, or a bit after the last.
+        `ValueError`: for a code that does not exist, or a bit that is set after the last weight.
 
     Example:
 
@@ -128,22 +128,22 @@ def count_codes(packed: np.ndarray, size: int, levels: int) -> list[int]:
     """
     rows = packed.reshape(planes(levels), -1)
     counts = []
-    for code in range(levels):  # eight weights at a time: which have every bit of this code?
+    for code in range(levels):  # eight weights at a time: a bit of `same` is 1 if the weight has this code
         same = rows[0] if code & 1 else ~rows[0]
         for j, row in enumerate(rows[1:], 1):
             same = same & (row if code >> j & 1 else ~row)
         counts.append(int(np.bitwise_count(same).sum(dtype=np.int64)))
-    counts[0] -= 8 * rows.shape[1] - size  # the bits after the last are zero
+    counts[0] -= 8 * rows.shape[1] - size  # the bits after the last weight are zero
     if sum(counts) != size or (size % 8 and (rows[:, -1] >> size % 8).any()):
-        raise ValueError(f"codes other than the {levels} there are, or bits after the last")
+        raise ValueError(f"a code is not below {levels}, or a bit is set after the last weight")
     return counts
 
 
 def full_codes(tensor: TensorSpec) -> np.ndarray:
     """Return the packed codes that leave every searched weight as it was drawn.
 
-    These are the codes of factor 1, or of the last factor if none is 1. Of a trellis, they are the codes of a path
-    that the seed draws: its weights are as random as the table.
+    These are the codes of factor 1, or of the last factor if none is 1. For a trellis they are the codes of a random
+    path that the seed draws: its weights are as random as the table.
 
     Args:
         tensor ([`TensorSpec`]):
@@ -161,7 +161,7 @@ def full_codes(tensor: TensorSpec) -> np.ndarray:
 
 
 def factors_of(tensor: TensorSpec, packed: np.ndarray) -> np.ndarray:
-    """Return the factor of every weight of a tensor; of a trellis, its number in units of the law.
+    """Return the factor of every weight of a tensor. For a trellis: the weight in units of the law.
 
     Args:
         tensor ([`TensorSpec`]):
@@ -185,9 +185,9 @@ def factors_of(tensor: TensorSpec, packed: np.ndarray) -> np.ndarray:
 def weights_of(
     tensor: TensorSpec, packed: np.ndarray | None = None, observe: Observer | None = None
 ) -> np.ndarray:
-    """Draw a tensor and return its masked weights in float32, by one thread.
+    """Draw a tensor in this thread, and return its masked weights in float32.
 
-    Where a law draws the numbers, each piece is drawn, hashed and multiplied by its factors while it is in the
+    If a law draws the numbers, each piece is drawn, hashed and multiplied by its factors while it is in the
     core's cache.
 
     Args:
@@ -201,7 +201,7 @@ def weights_of(
     Returns:
         `np.ndarray`: the masked weights, in the shape of the tensor.
     """
-    # By pieces only where there is one code for every drawn number.
+    # Pieces can be masked one by one only if every drawn number has a code of its own.
     codes = packed if tensor.search == 1 and tensor.state_bits is None else None
     drawn = np.empty(tensor.size if tensor.state_bits is None else 2**tensor.state_bits, np.float32)
     found = None if observe is None else hashlib.sha256()
@@ -221,7 +221,7 @@ def weights_of(
 
 
 def _factors_between(tensor: TensorSpec, packed: np.ndarray, start: int, stop: int) -> np.ndarray:
-    """Return the factors of weights `start` (a multiple of 8) to `stop`. Zeros and ones stay as bytes."""
+    """Return the factors of weights `start` (a multiple of 8) to `stop`. If they are 0 and 1: as bytes."""
     levels = len(tensor.factors)
     rows = packed.reshape(planes(levels), -1)[:, start // 8 : -(-stop // 8)]
     codes = unpack_codes(rows, stop - start, levels)
@@ -237,7 +237,7 @@ def _path_states(tensor: TensorSpec, packed: np.ndarray) -> np.ndarray:
 
 
 def code_array(tensor: TensorSpec, packed: np.ndarray) -> np.ndarray:
-    """Return the codes of a tensor in its shape, or as a row where a share is searched.
+    """Return the codes of a tensor in its shape, or as a row if only a part of it is searched.
 
     Codes of the factors (0, 1) are booleans.
 
@@ -256,7 +256,7 @@ def code_array(tensor: TensorSpec, packed: np.ndarray) -> np.ndarray:
 
 
 def search_pattern(tensor: TensorSpec) -> tuple[np.ndarray, np.ndarray]:
-    """Return which weights are searched, and which of the others are kept for good.
+    """Return which weights are searched, and which of the others are always kept.
 
     Args:
         tensor ([`TensorSpec`]):
@@ -264,7 +264,7 @@ def search_pattern(tensor: TensorSpec) -> tuple[np.ndarray, np.ndarray]:
 
     Returns:
         `tuple[np.ndarray, np.ndarray]`: indices of the searched weights in row-major order; and a row of factors,
-        1 for what is kept for good.
+        1 for the weights that are always kept.
 
     Example:
 

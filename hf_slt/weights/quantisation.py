@@ -1,18 +1,18 @@
-"""Rows of float32 numbers in 8 or 4 bits each, with one scale per row. Rounding twice changes nothing.
+"""Rows of float32 numbers in 8 or 4 bits each, with one scale per row. Rounding a second time changes nothing.
 
     q     = 127 or 7                                             the largest code
     scale = max |row| / q, rounded up to float16, at least 2**-14
     code  = value / scale, rounded to the nearest integer (a half to the even one), in -q .. q
     value = code * scale                                         exact: 8 bits times 11 fit in float32
 
-The largest of a row gets code q (or the scale is 2**-14, which stands): quantising the values again finds the
-same scale and the same codes. A ticket can therefore be loaded and saved any number of times.
+The largest value of a row gets code q, unless the scale has its minimum, 2**-14. In both cases, quantising the
+values again gives the same scale and the same codes. A ticket can therefore be loaded and saved any number of times.
 """
 
 import numpy as np
 
 BITS = (8, 4)
-_SMALLEST = np.float32(2**-14)  # the least normal float16
+_SMALLEST = np.float32(2**-14)  # the smallest normal float16
 _DROPPED = np.int32((1 << 13) - 1)  # bits of a float32 significand that float16 does not have
 
 
@@ -83,8 +83,8 @@ def quantise(values: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
             8 or 4.
 
     Returns:
-        `tuple[np.ndarray, np.ndarray]`: codes (int8, or for 4 bits two in a byte, the first in the low half, plus
-        8), and the scales of rows in float16.
+        `tuple[np.ndarray, np.ndarray]`: the codes, and the scales of rows in float16. Codes of 8 bits are int8. Of
+        4 bits, each byte holds two codes, plus 8 each, the first in its low half.
 
     Raises:
         `ValueError`: for values that are not finite.
@@ -109,7 +109,7 @@ def quantise(values: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def as_stored(values: np.ndarray, bits: int) -> np.ndarray:
-    """Return float32 values as a file of so many bits gives them back.
+    """Return float32 values rounded as a file with `bits` bits per value stores them.
 
     Args:
         values (`np.ndarray`):

@@ -25,8 +25,8 @@ The specification, in full, for a rewrite in another language or on a chip:
 5. Every |k| is below 2**24, so float32(k) is exact. c = float32(scale) * 2**-shift, exact too;
    the weight is float32(k) * c rounded once to the nearest float32, ties to even.
 
-The tables do not depend on how Q is computed: no entry lies within 5e-8 of a rounding tie, where
-float64 is good to 1e-9, and `TABLE_DIGEST` is checked when they are built.
+The tables do not depend on how Q is computed: no entry lies within 5e-8 of a rounding tie, float64
+is accurate to 1e-9, and `TABLE_DIGEST` is checked when they are built.
 """
 
 import hashlib
@@ -41,15 +41,15 @@ import numpy as np
 
 from .threads import map_in_threads
 
-GENERATOR = "philox4x64-10/1"  # travels in the ticket; any change of one bit must change this name
+GENERATOR = "philox4x64-10/1"  # stored in the ticket; if any bit of a weight changes, so must this name
 LAWS = ("normal", "signed_constant", "uniform", "xavier_uniform")
 LAWS_WITH_STD = ("normal", "signed_constant")  # their scale is a standard deviation, as initializer_range
-PRETRAINED = "pretrained"  # in place of a law: the numbers are those of a checkpoint, the backbone
+PRETRAINED = "pretrained"  # in place of a law: the numbers come from a checkpoint, the backbone
 TABLE_DIGEST = "e826a52cdd8f495d8df125d4853240931f5e58f5898454d43d5ebdc48025652a"
 
 # Both are multiples of 8, one Philox block. A thread draws a chunk, piece by piece. The temporaries of a piece stay
-# within a core's cache and, at 128 KB, below the size that glibc gives back to the system at once: pages that
-# are fetched again cost more than the arithmetic.
+# within a core's cache and, at 128 KB, below the size that glibc returns to the system at once: fetching such
+# pages again costs more than the arithmetic.
 _CHUNK = 1 << 20
 _PIECE = 1 << 15
 
@@ -68,7 +68,7 @@ class Origin(Protocol):
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One frozen tensor: all that its weights follow from, and what a mask over them means.
+    """One frozen tensor: everything that determines its weights, and the meaning of a mask over them.
 
     Args:
         name (`str`):
@@ -86,13 +86,13 @@ class TensorSpec:
         search (`float`, defaults to 1.0):
             Fraction of the weights that a mask is searched for.
         frozen_density (`float`, defaults to 1.0):
-            Fraction kept of the weights that are not searched.
+            Fraction to keep of the weights that are not searched.
         input_axes (`tuple[int, ...]`, defaults to `(0,)`):
             The axes that run over inputs. GPT-2's `Conv1D` stores (inputs, outputs): `(0,)`. A linear layer or
             an embedding stores (outputs, inputs): `(1,)`.
         state_bits (`int`, *optional*):
-            Where codes are paths through a trellis (see `trellis.py`): bits of a state. What is drawn is then a
-            table of 2 ** state_bits numbers, and `factors` do nothing but number the codes.
+            Bits of a state, if codes are paths through a trellis (see `trellis.py`). The seed then draws a table of
+            2 ** state_bits numbers, and `factors` only say how many codes there are.
         origin ([`Origin`], *optional*):
             Where the numbers come from, if no law draws them: a checkpoint, for example.
     """
@@ -129,11 +129,11 @@ class TensorSpec:
 
     @property
     def scale_shape(self) -> tuple[int, ...]:
-        """Shape of one number per output, which can be multiplied with the tensor."""
+        """Shape of an array with one number per output, which broadcasts over the tensor."""
         return tuple(1 if axis in self.input_axes else extent for axis, extent in enumerate(self.shape))
 
     def draw(self) -> np.ndarray:
-        """Return the weights in float32, before any mask; or the table that a path chooses from.
+        """Return the weights in float32, before any mask. For a trellis: the table that a path chooses from.
 
         Returns:
             `np.ndarray`: the weights in the shape of the tensor, or a row of 2 ** state_bits numbers.
@@ -165,7 +165,7 @@ class TensorSpec:
         yield 0, whole if out is None else out
 
     def drawn_digest(self) -> str:
-        """Return the digest of what `draw` returns, by one thread and without holding all of it in memory.
+        """Return the digest of what `draw` returns. This uses one thread, and little memory.
 
         Returns:
             `str`: the SHA-256, 64 hexadecimal digits.
@@ -176,7 +176,7 @@ class TensorSpec:
         return found.hexdigest()
 
     def draw_table(self) -> np.ndarray:
-        """Return the table of a trellis in units of its law: `draw` is this times one number, in the same bits.
+        """Return the table of a trellis in units of its law. This times one number is exactly what `draw` returns.
 
         Returns:
             `np.ndarray`: a row of 2 ** state_bits numbers.
@@ -184,7 +184,7 @@ class TensorSpec:
         return draw(self.seed, self.name, (2 ** (self.state_bits or 0),), self._table_law()[0])
 
     def base(self) -> np.ndarray:
-        """Return what factors multiply: the drawn weights or, of a trellis, the scale of its law everywhere.
+        """Return what the factors multiply: the drawn weights or, for a trellis, the scale of its law everywhere.
 
         Returns:
             `np.ndarray`: float32, in the shape of the tensor.
@@ -194,14 +194,14 @@ class TensorSpec:
         )
 
     def _table_law(self) -> tuple[str, float]:
-        """Return law and scale of a table, in which the shape of the tensor does not matter any more."""
+        """Return law and scale of a table. They do not depend on the shape of the tensor any more."""
         if self.law == "xavier_uniform":
             return "uniform", self.scale * xavier_bound(self.shape)
         return self.law, self.scale
 
 
 def draw(seed: int, name: str, shape: Sequence[int], law: str = "normal", scale: float = 1.0) -> np.ndarray:
-    """Draw the frozen weights of a tensor: the same bits on every machine.
+    """Draw the frozen weights of a tensor. They are identical on every machine.
 
     Args:
         seed (`int`):
@@ -227,7 +227,7 @@ def draw(seed: int, name: str, shape: Sequence[int], law: str = "normal", scale:
     [[0.5, -0.5], [0.5, 0.5]]
     """
     shape = tuple(int(extent) for extent in shape)
-    if law == "constant":  # where learning starts, no law of frozen weights
+    if law == "constant":  # initial values of trained tensors, not a law of frozen weights
         return np.full(shape, scale, np.float32)
     out = np.empty(shape, np.float32)
     flat = out.reshape(-1)
@@ -298,7 +298,7 @@ def draw_pieces(
         stop (`int`):
             Index after the last weight.
         law (`str`):
-            Distribution, one of `LAWS` but `xavier_uniform`.
+            Distribution, one of `LAWS` except `xavier_uniform`.
         scale (`float`):
             Factor on the numbers of the law.
         out (`np.ndarray`, *optional*):
@@ -352,7 +352,7 @@ def _generator(seed: int, name: str, start: int) -> np.random.Philox:
 
 
 def _next_words(generator: np.random.Philox, start: int, stop: int) -> np.ndarray:
-    """Words `start` to `stop`, of a generator that comes to the block of `start` next."""
+    """Return words `start` to `stop`. The next block of the generator must be the block of `start`."""
     blocks = -(-stop // 8) - start // 8
     raw = generator.random_raw(4 * blocks)
     return raw.astype("<u8", copy=False).view("<u4")[start % 8 :][: stop - start]
@@ -397,7 +397,7 @@ def little_endian(array: np.ndarray) -> memoryview:
             Any array.
 
     Returns:
-        `memoryview`: the bytes, those of the array itself where they are in this order already.
+        `memoryview`: the bytes. They are not copied if the array has this order already.
     """
     little = np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"), copy=False)
     return little.reshape(-1).view(np.uint8).data
@@ -418,7 +418,7 @@ def _signed_constant(words: np.ndarray) -> tuple[np.ndarray, int]:
 
 def _normal(words: np.ndarray) -> tuple[np.ndarray, int]:
     first, second = _normal_tables()
-    halves = words.view("<u2")  # clip never clips: 16 bits index 2**16 entries; it spares a bounds check
+    halves = words.view("<u2")  # 16 bits index 2**16 entries: "clip" never clips, but saves a bounds check
     total = np.take(first, halves[0::2], mode="clip")
     total += np.take(second, halves[1::2], mode="clip")
     return total, 21
@@ -433,7 +433,7 @@ _INTEGERS: dict[str, Callable[[np.ndarray], tuple[np.ndarray, int]]] = {
 
 @cache
 def _normal_tables() -> tuple[np.ndarray, np.ndarray]:
-    """The tables A and B of the specification, checked against `TABLE_DIGEST`."""
+    """Return the tables A and B of the specification, checked against `TABLE_DIGEST`."""
     inverse = NormalDist().inv_cdf
     upper = [inverse((j + 0.5) / 2**16) for j in range(2**15, 2**16)]
     quantiles = np.array([-q for q in reversed(upper)] + upper)  # odd symmetry, exactly

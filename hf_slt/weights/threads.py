@@ -1,4 +1,4 @@
-"""Work that NumPy and hashlib do, in as many threads as there are cores: both release the interpreter lock."""
+"""Runs NumPy and hashlib in as many threads as there are cores: both release the interpreter lock."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -14,8 +14,8 @@ _here = local()
 def map_in_threads(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
     """Call a function with each item, in threads, and yield the results in the order of the items, as `map` does.
 
-    The first error, in that order, is raised, and what has not begun by then is left undone. A call from within
-    a thread of another call does all in that thread, because every core has its work already.
+    The first error, in that order, is raised, and calls that have not begun by then are cancelled. Inside a thread of
+    another `map_in_threads`, all calls run in that thread, because every core is busy already.
 
     Args:
         function (`Callable`):

@@ -3,14 +3,15 @@
     state_i  = (state_(i-1) * 2**k + code_i) mod 2**L       k bits per weight are stored
     weight_i = table[state_i]                               2**L numbers, drawn from seed, name and law
 
-A path runs along the inputs of one output, a row, and bites its own tail: what comes before the first weight of
-a row is its last. The state is nothing but the last codes, written one after the other, of which the newest is
-the lowest; it can be computed everywhere at once, and no start needs to be stored:
+A path runs along the inputs of one output (a row) and is closed: before the first weight of a row comes its last.
+The state is just the last codes written one after the other, the newest in the lowest bits. All states can
+be computed at once, and no initial state needs to be stored:
 
     state_i = sum over j of code_(i-j) * 2**(k*j),  mod 2**L,  i - j counted around the row
 
-2**k numbers can follow each weight, but all 2**L occur: rows are coded jointly, which comes nearer to what
-should be there than any choice for single weights (Ungerboeck, 1982; Marcellin and Fischer, 1990; QTIP, 2024).
+Each weight has only 2**k possible successors, but all 2**L numbers occur. A row is coded as a whole, which comes
+nearer to the wanted weights than any code for single weights (Ungerboeck, 1982; Marcellin and Fischer, 1990; QTIP,
+2024).
 """
 
 import math
@@ -25,7 +26,7 @@ PATH_BITS = (1, 2)  # per weight
 
 
 def memory_of(bits: int, state_bits: int) -> int:
-    """Return how many codes a state consists of: no row may be shorter.
+    """Return how many codes a state consists of. No row may be shorter.
 
     Args:
         bits (`int`):
@@ -58,14 +59,14 @@ def check_path(levels: int, state_bits: int, search: float, laws: Sequence[str |
             Laws of the tensors.
 
     Raises:
-        `ValueError`: if they define none. The message names the value and what to do.
+        `ValueError`: if they do not. The message names the value and says what to do.
     """
     bits = (levels - 1).bit_length()
     require(levels == 2**bits and bits in PATH_BITS, f"a trellis of {levels} codes; take 2 or 4")
     fits = type(state_bits) is int and bits < state_bits <= LARGEST_STATE_BITS
     require(fits, f"state_bits {state_bits!r} is not from {bits + 1} to {LARGEST_STATE_BITS}")
     require(search == 1, f"search {search}: a trellis codes whole rows; take search=1")
-    few = "of a trellis has only two numbers; take normal or uniform"
+    few = "has only two numbers, too few for a trellis; take normal or uniform"
     require("signed_constant" not in laws, f"law signed_constant {few}")
 
 

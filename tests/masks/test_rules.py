@@ -604,7 +604,7 @@ def comparable(data: bytes) -> bytes | tuple[str, bytes]:
         ({"rule": "trellis", "mask_bits": 3}, "mask_bits 3 of rule 'trellis' is not 1 or 2"),
         ({"rule": "trellis", "states": 100}, "states 100 is not a power of two from 8"),
         ({"rule": "trellis", "search": 0.5}, "a trellis codes whole rows; take search=1"),
-        ({"rule": "trellis", "law": "signed_constant"}, "only two numbers; take normal or uniform"),
+        ({"rule": "trellis", "law": "signed_constant"}, "too few for a trellis; take normal or uniform"),
         ({"rule": "popup"}, "rule 'popup' is not one of"),
         ({"density": 1.5}, "density 1.5"),
         ({"search": 0.0}, "search 0.0"),

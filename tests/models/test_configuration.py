@@ -148,7 +148,7 @@ def test_an_unknown_key_in_a_file_is_kept_with_a_warning(tmp_path, caplog):
     config.save_pretrained(tmp_path)
     assert not caplog.text
     assert AutoConfig.from_pretrained(tmp_path).colour == "blue"
-    assert "the configuration holds 'colour', which is no option" in caplog.text
+    assert "the configuration holds 'colour', which is not an option" in caplog.text
 
 
 def test_the_dictionary_of_a_configuration_makes_an_equal_one():

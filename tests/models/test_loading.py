@@ -130,7 +130,7 @@ def test_a_configuration_of_another_model_is_refused(tmp_path):
         ({"seed": 8}, "have digest .* was altered"),
         ({"qk_scale": 1.0}, r"h\.0\.attn\.c_attn\.key is .*, the configuration says"),
         ({"n_layer": 3}, r"h\.2\.attn\.c_attn\.key is missing"),
-        ({"n_layer": 1}, r"h\.1\.attn\.c_attn\.key is no tensor of such a model"),
+        ({"n_layer": 1}, r"h\.1\.attn\.c_attn\.key is not a tensor of such a model"),
         ({"vocab_size": 70}, r"wte has shape \(64, 32\), the model wants \(70, 32\)"),
     ):
         config = tiny_config(law="uniform", **changes)

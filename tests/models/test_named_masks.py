@@ -251,7 +251,7 @@ def test_wrong_use_is_named(model, shelf, tmp_path):
         model.delete_mask("poems")
     with pytest.raises(ValueError, match="in use"):
         model.delete_mask("default")
-    for name, said in (("default", "already"), ("two", "already"), ("", "no name"), (None, "no name")):
+    for name, said in (("default", "already"), ("two", "already"), ("", "not a name"), (None, "not a name")):
         with pytest.raises(ValueError, match=said):
             model.load_mask(shelf[0] / "two", name)
     with pytest.raises(TicketError, match="no ticket found"):

@@ -204,7 +204,7 @@ def test_every_matrix_gets_the_type_that_fits_its_rows(words, running, tmp_path)
     model = make(words, n_embd=144)
     printed = export_gguf(save(tmp_path / "a", model, words), tmp_path / "a.gguf")
     assert "q2_0, 2.25 bits per weight: 2 matrices with rows of 576" in printed
-    assert "f16, 16 bits per weight: 7 matrices with rows of 144, which fill no block" in printed
+    assert "f16, 16 bits per weight: 7 matrices with rows of 144, not a multiple of a block" in printed
     printed = export_gguf(save(tmp_path / "b", make(words, n_embd=128), words), tmp_path / "b.gguf", "tq2_0")
     assert "tq2_0, 2.06 bits per weight: 2 matrices with rows of 512" in printed
     assert "q2_0, 2.25 bits per weight: 7 matrices with rows of 128" in printed
@@ -279,9 +279,13 @@ def test_what_is_no_language_model_is_refused(kind, words, tmp_path):
         (
             {"n_embd": 128, "n_inner": 128},
             "tq1_0",
-            "rows of 128 weights, which fill no block of 256; use q2_0",
+            "rows of 128 weights, which is not a multiple of the block of 256; use q2_0",
         ),
-        ({"n_embd": 32, "n_inner": 32}, "q2_0", "rows of 32 weights, which fill no block of 64; use q4_0"),
+        (
+            {"n_embd": 32, "n_inner": 32},
+            "q2_0",
+            "rows of 32 weights, which is not a multiple of the block of 64; use q4_0",
+        ),
         ({}, "q1_0", "has zeros; use tq1_0"),
         ({"initializer_range": 1e-9}, "tq2_0", "float16"),
         ({"initializer_range": 1e9}, "f16", "float16"),

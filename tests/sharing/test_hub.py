@@ -492,7 +492,7 @@ def test_no_permission_and_no_such_name(hub, author):
         )
     )
     for line in lines[:4]:
-        assert re.match(r"no permission on the Hub \(.*\); the token must be one that may write there", line)
+        assert re.match(r"no permission on the Hub \(.*\); use a token with write permission", line)
     assert '"you"' in lines[0]
     for line in lines[4:6]:
         assert line.startswith("the Hub does not accept the token (Invalid credentials")
@@ -504,7 +504,7 @@ def test_no_permission_and_no_such_name(hub, author):
     assert lines[7].startswith("me/nothing: ")
     assert lines[10] == "no such branch, tag or commit on the Hub (Invalid rev id: v3)"
     assert lines[11] == "runs/nothing: no such folder"
-    assert lines[12] == "runs/nothing/at/all: no such folder, and no name on the Hub (such as me/ticket)"
+    assert lines[12] == "runs/nothing/at/all: no such folder, and not a name on the Hub (such as me/ticket)"
     assert {name: list(repo.commits) for name, repo in hub.repos.items()} == before
 
 

@@ -335,7 +335,7 @@ def test_a_folder_stands_for_the_files_in_it(tmp_path):
     write(folder, "a.MD", ["one"])
     (folder / "notes.docx").write_bytes(b"no text")
     assert list(iterate_texts(read_files([str(folder)]))) == ["one", "two"]
-    with pytest.raises(DataError, match=r"file lies in the folder '.*deeper.txt'"):
+    with pytest.raises(DataError, match=r"file is in the folder '.*deeper.txt'"):
         read_files([str(folder / "deeper.txt")])
 
 

@@ -169,7 +169,7 @@ def test_versions_are_all_or_nothing(tmp_path):
         with pytest.raises(ValueError, match="digest"):  # a version that has one is not older
             from_version_2({**facts, "digest": "0" * 64})
         for version in (0, True, "2", None, 2.5):
-            with pytest.raises(TicketError, match=r"format_version .* is no version; download"):
+            with pytest.raises(TicketError, match=r"format_version .* is not a version; download"):
                 ticket_format._parse_header(path, {**facts, "format_version": version})
         newer = (
             f"has format version 4; hf_slt {re.escape(hf_slt.__version__)} reads 1 to 3; upgrade hf_slt: pip"

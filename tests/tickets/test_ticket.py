@@ -498,7 +498,7 @@ def test_the_index_is_never_followed(model, folder):
     index.write_text(json.dumps({"weight_map": {"transformer.wte.weight": "../elsewhere.safetensors"}}))
     assert torch.equal(logits_of(AutoModelForCausalLM.from_pretrained(folder)), logits_of(model))
     faults = [str(fault) for fault in check_ticket(folder)[0]]
-    assert any("model.safetensors: stands beside" in fault for fault in faults)
+    assert any("model.safetensors: the folder also has" in fault for fault in faults)
     assert any("index.json: does not list" in fault for fault in faults)
 
 
@@ -547,7 +547,9 @@ def test_a_stale_file_of_weights_is_removed_and_refused(model, folder):
     assert not (scores / "mask.safetensors").exists()
     assert AutoModelForCausalLM.from_pretrained(scores).config.state == "scores"
     shutil.copy(scores / "model.safetensors", folder)
-    with pytest.raises(TicketError, match=r"model.safetensors: stands beside mask.safetensors; remove one"):
+    with pytest.raises(
+        TicketError, match=r"model.safetensors: the folder also has mask.safetensors; remove one"
+    ):
         verify_ticket(folder)
 
 

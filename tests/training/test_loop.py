@@ -191,7 +191,7 @@ def test_values_and_spellings():
         ("", ["--min_lr_rate", "2"], "min_lr_rate 2.0 is not in [0, 1]"),
         ("", ["--report_to", "clearml"], "report_to clearml: not installed; pip install clearml"),
         ("", ["--report_to", "wandbb"], "report_to 'wandbb' is not one of none, "),
-        ("", ["--device", "cuda"], "unknown option --device; training takes a GPU if there is one, and else"),
+        ("", ["--device", "cuda"], "unknown option --device; training uses a GPU if there is one, otherwise"),
         ("", ["text.txt"], "'text.txt' is one word too many"),
     ],
 )
@@ -259,7 +259,9 @@ def test_steps_may_be_a_share_as_in_transformers(tmp_path, arguments):
 def test_passes_make_steps(arguments):
     run = Run(arguments("--max_steps", "-1", "--num_train_epochs", "1.5"))
     assert run.steps == math.ceil(1.5 * (len(run.corpus.train) // 8)) > 12
-    with pytest.raises(SLTError, match="a stream has no known length to count passes of; give max_steps"):
+    with pytest.raises(
+        SLTError, match="a stream has no known length, so passes cannot be counted; give max_steps"
+    ):
         Run(arguments("--max_steps", "-1", "--streaming"))
 
 
