@@ -218,7 +218,7 @@ class SupermaskMixin(NamedMasksMixin, ResizingMixin, TernaryMixin):
                 )
             parameter.copy_(dense)
 
-        list(map_in_threads(fill, parameter_plans(self)))
+        map_in_threads(fill, parameter_plans(self))
         model: Any = self
         head = model.get_output_embeddings()
         if isinstance(head, TernaryLayer) and self.config.tie_word_embeddings:
@@ -686,7 +686,7 @@ class SupermaskMixin(NamedMasksMixin, ResizingMixin, TernaryMixin):
             if self.is_ticket and dense is not None:
                 _compare(path, name, getattr(module, name), dense)
 
-        list(map_in_threads(draw, parameter_plans(self)))
+        map_in_threads(draw, parameter_plans(self))
         return found
 
     def save_pretrained(

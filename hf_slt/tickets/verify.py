@@ -136,9 +136,10 @@ def _find_faults(directory: str | os.PathLike, weights: bool, read: list[Ticket]
     if config is not None:
         yield from config_faults(path, ticket.header, config)
     # Pretrained weights are checked in models/checks.py: to load them needs torch.
-    drawn = [name for name, one in ticket.header.tensors.items() if one.law not in (None, PRETRAINED)]
-    digests = map_in_threads(lambda name: ticket.header.spec(name).drawn_digest(), drawn if weights else ())
-    for name, found in zip(drawn, digests, strict=False):
+    tensors = ticket.header.tensors.items() if weights else ()
+    drawn = [name for name, one in tensors if one.law not in (None, PRETRAINED)]
+    digests = map_in_threads(lambda name: ticket.header.spec(name).drawn_digest(), drawn)
+    for name, found in zip(drawn, digests, strict=True):
         try:
             check_weights(path, name, ticket.header.tensors[name], found)
         except TicketError as fault:

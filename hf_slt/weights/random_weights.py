@@ -238,7 +238,7 @@ def draw(seed: int, name: str, shape: Sequence[int], law: str = "normal", scale:
         part = flat[start : start + _CHUNK]
         draw_range(seed, name, start, start + part.size, law, scale, out=part)
 
-    list(map_in_threads(fill, range(0, flat.size, _CHUNK)))
+    map_in_threads(fill, range(0, flat.size, _CHUNK))
     return out
 
 

@@ -1,7 +1,7 @@
 """Runs NumPy and hashlib in as many threads as there are cores: both release the interpreter lock."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from threading import local
 from typing import Any, TypeVar
@@ -11,11 +11,13 @@ Result = TypeVar("Result")
 _here = local()
 
 
-def map_in_threads(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-    """Call a function with each item, in threads, and yield the results in the order of the items, as `map` does.
+def map_in_threads(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+    """Call a function with each item, in threads, and return the results in the order of the items.
 
     The first error, in that order, is raised, and calls that have not begun by then are cancelled. Inside a thread of
-    another `map_in_threads`, all calls run in that thread, because every core is busy already.
+    another `map_in_threads`, all calls run in that thread, because every core is busy already. No thread is left when
+    this returns. A generator would leave that to the garbage collector, which may run while another thread starts and
+    holds the lock that ending a thread needs.
 
     Args:
         function (`Callable`):
@@ -23,21 +25,20 @@ def map_in_threads(function: Callable[[Item], Result], items: Iterable[Item]) ->
         items (`Iterable`):
             What to call it with, one item for each call.
 
-    Yields:
-        What `function` returns for each item.
+    Returns:
+        `list`: what `function` returns for each item.
 
     Example:
 
-    >>> list(map_in_threads(len, ["a", "bcd"]))
+    >>> map_in_threads(len, ["a", "bcd"])
     [1, 3]
     """
     items = list(items)
     threads = min(core_count(), len(items))
     if threads <= 1 or getattr(_here, "is_worker", False):
-        yield from map(function, items)
-        return
+        return [function(item) for item in items]
     with ThreadPoolExecutor(threads, initializer=_begin_worker) as pool:
-        yield from pool.map(function, items)
+        return list(pool.map(function, items))
 
 
 def core_count() -> int:

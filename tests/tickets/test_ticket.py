@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import tracemalloc
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from hf_slt import SupermaskGPT2LMHeadModel, TicketError, verify_ticket
 from hf_slt.models.checks import check_ticket
 from hf_slt.tickets.coded_files import deflate, inflate
 from hf_slt.tickets.files import staged
+from hf_slt.tickets.verify import check_files
 from hf_slt.tickets.writing import rewrite_ticket
 from hf_slt.weights.codes import pack_codes, unpack_codes
 from hf_slt.weights.random_weights import GENERATOR, draw
@@ -114,6 +116,16 @@ def test_pack_is_little_endian_bits_with_zero_padding():
         for byte in range(3)
     ]
     np.testing.assert_array_equal(unpack_codes(pack_codes(codes, 5), 21, 5), codes)
+
+
+def test_the_faults_of_a_damaged_ticket_keep_no_thread_alive(saved, tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_slt.weights.threads.core_count", lambda: 3)
+    folder = shutil.copytree(saved, tmp_path / "damaged")
+    (folder / "generation_config.json").write_text("{")  # its error refers to what the check has computed since
+    before = threading.active_count()
+    faults, _ = check_files(folder)
+    assert faults
+    assert threading.active_count() == before
 
 
 # -- version 0.1.0 --------------------------------------------------------------------------------

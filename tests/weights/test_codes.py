@@ -1,5 +1,7 @@
 """Codes of a ticket against the formulas of the format: drawn, multiplied and counted at once, and by pieces."""
 
+import threading
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -59,6 +61,14 @@ def test_threads_keep_the_order_and_the_first_error(monkeypatch, cores):
             raise ValueError(f"item {number}")
         return sum(map_in_threads(int, range(number)))  # from within a thread, in that thread
 
-    assert list(map_in_threads(work, range(5))) == [0, 0, 1, 3, 6]
+    assert map_in_threads(work, range(5)) == [0, 0, 1, 3, 6]
     with pytest.raises(ValueError, match="item 5"):
-        list(map_in_threads(work, range(9)))
+        map_in_threads(work, range(9))
+
+
+def test_no_thread_is_left_while_the_results_are_read(monkeypatch):
+    """An error that keeps an unfinished result alive must not keep threads alive with it."""
+    monkeypatch.setattr("hf_slt.weights.threads.core_count", lambda: 3)
+    before = threading.active_count()
+    for _, _ in zip(range(2), map_in_threads(str, range(9)), strict=False):
+        assert threading.active_count() == before
