@@ -253,7 +253,9 @@ def test_a_card_says_whether_the_mask_chooses_or_sets_signs(changes, kind, tmp_p
     card = write_card(tmp_path / "ticket", TEMPLATE).read_text()
     assert f"| kind | {kind} |" in card
     assert ("strong-lottery-ticket" in ModelCard(card).data.tags) == kind.startswith("strict")
-    assert ("never trained" in card) == kind.startswith("strict")
+    keeps = kind == "strict ticket (the mask keeps or drops drawn weights)"
+    assert ("whose weights were never trained" in card) == keeps
+    assert ("None of these numbers was trained" in card) == (header.is_strict and not keeps)
     assert ("the seed carries nothing." in card.split("##")[0]) == ("nothing" in kind)
 
 
