@@ -37,7 +37,7 @@ from ..weights.random_weights import LAWS_WITH_STD, TensorSpec
 from .auto import register_architecture
 from .configuration import SupermaskConfigMixin, SupermaskOptions, option
 from .loss import causal_lm_loss
-from .modeling import SupermaskMixin
+from .modeling import SupermaskGenerationMixin, SupermaskMixin
 
 _OWN_KEYS = ("model_type", "architectures", "transformers_version", "_name_or_path", "auto_map")
 _GPT2_WIDTH = 768  # the width that an initializer_range of 0.02 was made for
@@ -398,9 +398,11 @@ def supermask_class(stock_class: Any, config_class: Any = None) -> Any:
             from . import gpt2
 
             return getattr(gpt2, f"Supermask{stock_class.__name__}")
+        generates = hasattr(stock_class, "generate")  # not all models generate text
+        mixins = (SupermaskGenerationMixin, ArchitectureMixin) if generates else (ArchitectureMixin,)
         found = _MODELS[stock_class] = type(
             f"Supermask{stock_class.__name__}",
-            (ArchitectureMixin, stock_class),
+            (*mixins, stock_class),
             {
                 "__doc__": f"{stock_class.__name__} whose weights follow from a seed and a mask.",
                 "__module__": __name__,

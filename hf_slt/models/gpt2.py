@@ -42,7 +42,7 @@ from ..weights.random_weights import LAWS_WITH_STD, TensorSpec
 from .auto import register_architecture
 from .configuration import SupermaskConfigMixin, SupermaskOptions, option
 from .loss import causal_lm_loss
-from .modeling import SupermaskMixin
+from .modeling import SupermaskGenerationMixin, SupermaskMixin
 
 _GPT2_WIDTH = 768  # the width that GPT-2's initializer_range of 0.02 was made for
 _EMBEDDINGS = ("wte", "wte.rows", "wpe", "lm_head")  # an untied head follows the embeddings
@@ -541,7 +541,7 @@ class SupermaskGPT2Model(SupermaskGPT2Mixin, GPT2Model):
     stock_class = GPT2Model
 
 
-class SupermaskGPT2LMHeadModel(SupermaskGPT2Mixin, GPT2LMHeadModel):
+class SupermaskGPT2LMHeadModel(SupermaskGenerationMixin, SupermaskGPT2Mixin, GPT2LMHeadModel):
     """The language model: token ids to logits. A tied head is the token embedding, masked once for both uses.
 
     Args:

@@ -103,12 +103,6 @@ class SupermaskMixin(NamedMasksMixin, ResizingMixin, TernaryMixin):
     _keep_in_fp32_modules_strict: Any
     ticket_arrays: dict[str, np.ndarray]  # tickets only: packed codes and trained values, by tensor name
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        stock: Any = cls.__dict__.get("stock_class")
-        if hasattr(stock, "generate"):  # not all models generate text
-            cls.generate = _generate  # type: ignore[attr-defined]
-
     # -- building the model
 
     def post_init(self) -> None:
@@ -815,10 +809,24 @@ class SupermaskMixin(NamedMasksMixin, ResizingMixin, TernaryMixin):
         """
 
 
-def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Generate text as in transformers. A model that learns selects its masks once, not once per token."""
-    with fixed_masks():
-        return self.stock_class.generate(self, *args, **kwargs)
+class SupermaskGenerationMixin:
+    """Goes before a stock class that generates text, together with `SupermaskMixin`."""
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate text as in transformers. A model that learns selects its masks once, not once per token.
+
+        Args:
+            args:
+                Arguments of `generate` of the stock class.
+            kwargs:
+                Keyword arguments of `generate` of the stock class.
+
+        Returns:
+            What `generate` of the stock class returns.
+        """
+        stock: Any = super()
+        with fixed_masks():
+            return stock.generate(*args, **kwargs)
 
 
 def _from_state(model_class: Any, config: Any, state: dict[str, Tensor], dtype: Any = torch.float32) -> Any:
