@@ -12,6 +12,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hf_slt import SLTError
+from hf_slt.text.blocks import train_tokenizer
 
 PRESET = {"scales": "row", "layer_norm": "trained", "rule": "signed", "law": "signed_constant"}
 
@@ -67,6 +68,39 @@ def test_prompts_are_learned(ticket, config):
     before = logits_of(ticket)
     model = trained(get_peft_model(ticket, config))
     assert not torch.equal(model(input_ids=IDS).logits[:, -IDS.shape[1] :], before)
+
+
+def test_a_prompt_starts_from_a_text_as_on_stock(ticket, tmp_path):
+    train_tokenizer(["the cat sat on the mat " * 20], 260, 64).save_pretrained(tmp_path / "tokenizer")
+    ticket.resize_token_embeddings(320)
+    stock = ticket.merge_and_unload().requires_grad_(False)
+    config = PromptTuningConfig(
+        task_type="CAUSAL_LM", num_virtual_tokens=4, prompt_tuning_init="TEXT",
+        prompt_tuning_init_text="the cat", tokenizer_name_or_path=str(tmp_path / "tokenizer"),
+    )  # fmt: skip
+    prompts, logits = [], []
+    for base in (ticket, stock):
+        model = get_peft_model(base, copy.deepcopy(config))
+        prompts.append(model.get_prompt(1).detach())
+        logits.append(trained(model)(input_ids=IDS).logits.detach())
+    assert torch.equal(prompts[0], prompts[1])
+    assert prompts[0].abs().max() > 0
+    assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [PromptTuningConfig, PromptEncoderConfig])
+def test_prompts_learn_with_gradient_checkpointing_what_they_learn_without(ticket, kind):
+    options = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 4}
+    if kind is PromptEncoderConfig:
+        options["encoder_hidden_size"] = 16
+    logits = []
+    for checkpointing in (False, True):
+        torch.manual_seed(0)
+        model = get_peft_model(copy.deepcopy(ticket).train(), kind(**options))
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        logits.append(trained(model)(input_ids=IDS).logits.detach())
+    assert_close(logits[0], logits[1], rtol=1e-5, atol=1e-5)
 
 
 def test_a_merged_adapter_survives_a_cast_and_a_move(ticket):
