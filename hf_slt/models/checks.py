@@ -199,6 +199,11 @@ def config_of(facts: dict[str, Any]) -> Any:
         [`TicketError`]: if it does not describe a supermask model.
     """
     name = facts.get("model_type")
+    wrong = TicketError(f"model_type {name!r} is not that of a supermask model")
     if not isinstance(name, str) or not name.startswith("supermask_"):
-        raise TicketError(f"model_type {name!r} is not that of a supermask model")
-    return AutoConfig.for_model(name).__class__.from_dict(facts)
+        raise wrong
+    try:
+        config_class = type(AutoConfig.for_model(name))
+    except ValueError:  # transformers knows no such architecture
+        raise wrong from None
+    return config_class.from_dict(facts)

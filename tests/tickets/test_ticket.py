@@ -121,11 +121,23 @@ def test_pack_is_little_endian_bits_with_zero_padding():
 def test_the_faults_of_a_damaged_ticket_keep_no_thread_alive(saved, tmp_path, monkeypatch):
     monkeypatch.setattr("hf_slt.weights.threads.core_count", lambda: 3)
     folder = shutil.copytree(saved, tmp_path / "damaged")
-    (folder / "generation_config.json").write_text("{")  # its error refers to what the check has computed since
+    (folder / "generation_config.json").write_text(
+        "{"
+    )  # its error refers to what the check has computed since
     before = threading.active_count()
     faults, _ = check_files(folder)
     assert faults
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("name", ["supermask_gtt2", "supermask_", "gpt2", 5])
+def test_an_unknown_model_type_is_a_fault_of_the_ticket(saved, tmp_path, name):
+    folder = shutil.copytree(saved, tmp_path / "ticket")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": name}))
+    for load in (verify_ticket, SupermaskGPT2LMHeadModel.from_pretrained):
+        with pytest.raises(TicketError, match=r'made for model_type="supermask_gpt2", but config\.json says'):
+            load(folder)
 
 
 # -- version 0.1.0 --------------------------------------------------------------------------------
