@@ -375,13 +375,14 @@ in turn at 115 kB, 1,000 steps and seed 0, then whole and half rates at 3,000 st
 that were: {trials} for everyone when the search is complete, and one more for each trial whose file missed its size by
 more than 3 % and was run again with the width that its codes allow. Losses are nats per token, the mean
 over seeds with the lowest and highest. Seconds are processor time of one core; many runs were made beside other work,
-which makes them longer. *Equal seconds*: trained for as long as the reference ({reference}) needs for its steps, one seed.
+which makes them longer. *Equal seconds*: trained for as long as the reference ({reference}) needs for its steps,
+one seed.
 
 What each search starts from was found in earlier runs, of which tickets had more than dense models
 ([notes](../recipes/results/equal_bytes_notes.md)). The file of records also holds runs of a first search of the dense
 models, from a learned step and without the correction of sizes; they are not counted as trials. Some best values lie
 at the edge of what was tried: weight decay 0.5 of the dense models, the lower rates of all tickets, 0.8 of all steps
-relaxed for trellis and int4.
+relaxed for trellis, int3 and int4.
 
 Texts: the embedded corpus of Python 3.11 (1.05 million tokens, vocabulary 2048), and articles of Wikipedia, of which
 10 million tokens are used (vocabulary 2048 for 115 kB; 8192 and two layers for 1 MB, with the other settings as found
