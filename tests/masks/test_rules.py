@@ -489,7 +489,8 @@ def test_a_rule_of_ones_own_as_the_docs_show_it(tmp_path, monkeypatch):
     """The snippet runs; then the ticket is loaded by a process that has never heard of the rule."""
     monkeypatch.chdir(tmp_path)
     text = (Path(__file__).parents[2] / "docs" / "rules.md").read_text()
-    snippet = text.split("```python\n")[1].split("```")[0]
+    section = text.split("## A rule of your own\n")[1]
+    snippet = section.split("```python\n")[1].split("```")[0]
     made: dict = {}
     try:
         exec(compile(snippet, "docs/rules.md", "exec"), made)
