@@ -371,7 +371,8 @@ Settings are chosen on the validation part of the held-out text and losses are t
 choice has seen (held-out documents alternate between the two). The search tries the options of each contestant
 in turn at 115 kB, 1,000 steps and seed 0, then whole and half rates at 3,000 steps. The last option of everyone is
 `relaxed_steps`: to use no mask, or no rounding, in the first half or the first four fifths of all steps
-([relaxed steps](rules.md#relaxed-steps)). *Trials* is how many runs
+([relaxed steps](rules.md#relaxed-steps)). Both values were first tried with trellis, at 3,000 steps and seed 0, in two
+runs that are not counted. *Trials* is how many runs
 that were: {trials} for everyone when the search is complete, and one more for each trial whose file missed its size by
 more than 3 % and was run again with the width that its codes allow. Losses are nats per token, the mean
 over seeds with the lowest and highest. Seconds are processor time of one core; many runs were made beside other work,

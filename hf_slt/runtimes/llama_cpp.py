@@ -232,7 +232,7 @@ def write_gguf(stock: Any, words: Vocabulary, path: Path, type: str = "auto") ->
             for name, rows in tensors.items():
                 kind = TYPES[types[name]]
                 bytes = rows.size // kind.block * kind.bytes
-                # The writer does not know all types. If it is told float32, it writes shape and type number unchanged.
+                # The writer does not know all types. Given float32, it writes shape and type number unchanged.
                 writer.add_tensor_info(name, rows.shape, np.dtype(np.float32), bytes, kind.number)
             writer.write_header_to_file()
             writer.write_kv_data_to_file()

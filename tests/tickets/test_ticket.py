@@ -81,9 +81,13 @@ def test_the_file_alone_rebuilds_every_weight(model, saved):
     """What a stranger would do, with numpy and the README only."""
     with safe_open(saved / "mask.safetensors", "np") as file:
         facts = json.loads(file.metadata()["hf_slt"])
-        told = facts["config"]["supermask"]
-        assert (facts["format_version"], told["weight_generator"]) == (3, GENERATOR)
-        assert (told["seed"], told["rule"], told["rule_options"]) == (7, "edge_popup", {"density": 0.3})
+        options = facts["config"]["supermask"]
+        assert (facts["format_version"], options["weight_generator"]) == (3, GENERATOR)
+        assert (options["seed"], options["rule"], options["rule_options"]) == (
+            7,
+            "edge_popup",
+            {"density": 0.3},
+        )
         merged = model.merge_and_unload().state_dict()
         for name, fact in facts["tensors"].items():
             size = int(np.prod(fact["shape"]))
@@ -92,7 +96,7 @@ def test_the_file_alone_rebuilds_every_weight(model, saved):
             bits = np.array([packed[i // 8] >> (i % 8) & 1 for i in range(size)]).reshape(fact["shape"])
             assert fact["counts"] == [size - bits.sum(), bits.sum()]
             assert bits.sum() == round(0.3 * size)
-            weight = bits * draw(told["seed"], name, fact["shape"], fact["law"], fact["scale"])
+            weight = bits * draw(options["seed"], name, fact["shape"], fact["law"], fact["scale"])
             stock, _, part = name.rpartition(".")
             if part in ("query", "key", "value"):
                 start = ("query", "key", "value").index(part) * WIDTH

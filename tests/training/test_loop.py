@@ -1215,7 +1215,7 @@ def test_two_processes_that_stream_are_killed_and_resume_to_the_same_bits(text, 
     [
         ("mini", {"HF_ENDPOINT": "http://127.0.0.1:9"}),
         ("small", {"HF_HUB_OFFLINE": "1"}),
-    ],  # no answer; told so
+    ],  # the Hub does not answer; the Hub must not be asked
     ids=["no answer", "offline"],
 )
 def test_without_a_network_a_preset_of_the_hub_ends_with_one_line(tmp_path, preset, network):
@@ -1224,7 +1224,7 @@ def test_without_a_network_a_preset_of_the_hub_ends_with_one_line(tmp_path, pres
     command += ["--output_dir", str(tmp_path / "run")]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert run.returncode == 1
-    (line,) = run.stderr.splitlines()  # nothing is tried again and again, which would be told here
+    (line,) = run.stderr.splitlines()  # a retry would print more lines
     assert line.startswith("DataError: cannot load data set Salesforce/wikitext")
     assert "use train_files, or leave dataset out for the embedded corpus" in line
 
