@@ -10,7 +10,7 @@ Every contestant has the same text, tokenizer, loop and tokens, and a file of th
 
 search      each option of each contestant in turn, the best value kept: 1,000 steps, 115 kB, seed 0. Every
             contestant has the same number of trials, and its width is what its bytes allow.
-lengths     the rates again, whole and half, at 3,000 steps
+lengths     the rates again, whole, half and quarter, at 3,000 steps
 115 60 230  3,000 steps, kB of the file, three seeds
 seconds     115 kB with as many steps as fit in the seconds of the reference
 wiki_115    articles of Wikipedia, 115 kB, three seeds; wiki_1000 with 1 MB, one seed
@@ -52,6 +52,7 @@ STOCK = {
     "weight_learning_rate": 4e-3, "step_learning_rate": 1e-3,
 }  # fmt: skip
 RATES = ("learning_rate", "weight_learning_rate", "step_learning_rate")
+RATE_DIVISORS = (1, 2, 4)  # tried at full length, as longer runs want lower rates
 Options = tuple[tuple[str, tuple[Any, ...]], ...]
 
 
@@ -104,11 +105,16 @@ CONTESTANTS = {
     "strict, edge_popup": Contestant(
         {**TICKET, "rule": "edge_popup", "density": 0.5}, {None: 1.0}, ticket_search("density", 0.4)
     ),
-    # Every weight is one of 256 numbers that were drawn for its tensor, chosen by a path: a random code.
-    "strict, trellis": Contestant(
-        {**TICKET, "law": "normal", "rule": "trellis", "mask_bits": 2, "states": 256},
+    # Every weight is one of the numbers that were drawn for its tensor, chosen by a path: a random code.
+    "strict, trellis, 2 bits": Contestant(
+        {**TICKET, "law": "normal", "rule": "trellis", "branches": 4, "states": 256},
         {None: 2.0},
         ticket_search("states", 64),
+    ),
+    "strict, trellis, 1.58 bits": Contestant(
+        {**TICKET, "law": "normal", "rule": "trellis", "branches": 3, "states": 243},
+        {None: 1.585},
+        ticket_search("states", 729),
     ),
     # The mask sets signs: a ternary network, in which the seed carries nothing.
     "ternary, rule signed": Contestant(
@@ -135,7 +141,7 @@ CONTESTANTS = {
     ),
 }
 REFERENCE = "strict, edge_popup"  # whose seconds the others get in the column of equal seconds
-TRIALS = 1 + sum(len(values) for _, values in CONTESTANTS[REFERENCE].search)
+TRIALS = 1 + sum(len(values) for _, values in CONTESTANTS[REFERENCE].search) + len(RATE_DIVISORS)
 WIKI = {"train_files": ["enwiki2014-train.parquet"], "validation_files": ["enwiki2014-valid.parquet"]}
 # By text and bytes: the vocabulary, whose table is about half of a small model, and what else is special.
 TEXTS: dict[str, dict[str, Any]] = {
@@ -287,8 +293,11 @@ class Comparison:
     def lengths(self, name: str) -> tuple[list[Point], dict[str, Any], float]:
         """Return the trials of rates at full length, the best settings, and the bits per weight with them."""
         _, best, bits = self.search(name)
-        halved = {**best, **{rate: best[rate] / 2 for rate in RATES if rate in best}}
-        trials = [(self.trial(one, bits, self.steps), one) for one in (best, halved)]
+        divided = [
+            {**best, **{rate: best[rate] / divisor for rate in RATES if rate in best}}
+            for divisor in RATE_DIVISORS
+        ]
+        trials = [(self.trial(one, bits, self.steps), one) for one in divided]
         points = [point for (some, _), _ in trials for point in some]
         found = [(record, settings) for (_, record), settings in trials if record is not None]
         if len(found) < len(trials):
@@ -335,7 +344,7 @@ class Comparison:
 def cost_of(point: Point, records: FlatRecords) -> float:
     """Return the seconds that a run will take, about: by a run of the same way, or by its weights."""
     weights = weights_and_extras(point, point["n_embd"])[0]
-    way = ("rule", "rounding", "step", "n_layer", "state_bits", "mask_bits")
+    way = ("rule", "rounding", "step", "n_layer", "branches", "states", "relaxed_steps")
     alike = [
         record["seconds"]
         / record["of"]["max_steps"]
@@ -369,7 +378,7 @@ description, scales or steps, gains, biases and codes. The tokenizer is in none 
 
 Settings are chosen on the validation part of the held-out text and losses are those of the test part, which no
 choice has seen (held-out documents alternate between the two). The search tries the options of each contestant
-in turn at 115 kB, 1,000 steps and seed 0, then whole and half rates at 3,000 steps. The last option of everyone is
+in turn at 115 kB, 1,000 steps and seed 0, then whole, half and quarter rates at 3,000 steps. The last option of everyone is
 `relaxed_steps`: to use no mask, or no rounding, in the first half or the first four fifths of all steps
 ([relaxed steps](rules.md#relaxed-steps)). Both values were first tried with trellis, at 3,000 steps and seed 0, in two
 runs that are not counted. *Trials* is how many runs
@@ -450,7 +459,7 @@ def table_of(lines: list[dict[str, Any]], comparison: Comparison) -> str:
 
 def page_of(comparison: Comparison) -> str:
     """Return the page: tables of what was run, and what is missing."""
-    text = [PAGE.format(trials=TRIALS + 2, reference=REFERENCE)]
+    text = [PAGE.format(trials=TRIALS, reference=REFERENCE)]
     missing = []
     for part, row in ROWS.items():
         lines = table_rows(comparison, row)
@@ -460,7 +469,7 @@ def page_of(comparison: Comparison) -> str:
         full = {one["contestant"] for one in lines if one["seeds"] == row.seeds}
         if lost := [name for name in comparison.names if name not in full]:
             missing.append(f"- `{part}`: " + "; ".join(lost))
-    searched = [name for name in comparison.names if comparison.trials(name) < TRIALS + 2]
+    searched = [name for name in comparison.names if comparison.trials(name) < TRIALS]
     missing += [f"- `search` and `lengths` are not complete: {'; '.join(searched)}"] if searched else []
     if drawn_texts(comparison):
         text.append("![Test loss against the size of the file](../recipes/figures/equal_bytes.png)")

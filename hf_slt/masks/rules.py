@@ -19,8 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..weights.codes import planes
 from ..weights.random_weights import TensorSpec, draw
-from ..weights.trellis import LARGEST_STATE_BITS, PATH_BITS
+from ..weights.trellis import BRANCHES, LARGEST_STATE_BITS
 from .selection import keep_by_chance, keep_in_groups, keep_largest, keep_largest_of_all, kept_count
 from .trellis import path_of_targets
 
@@ -330,19 +331,20 @@ class Trellis(StraightThroughRule):
     root mean square, the table in units of its own.
     """
 
-    mask_bits: int = rule_option(2, "Bits per code: 1 or 2.")
+    branches: int = rule_option(4, "Codes per weight: 2, 3 or 4, which is 1, 1.58 or 2 bits per weight.")
     states: int = rule_option(
-        256, "Drawn numbers per tensor, a power of two; the time of a search grows with it."
+        256,
+        "Drawn numbers per tensor: a power of two, or of three if branches is 3; the time of a search grows with it.",
     )
 
     @property
     def factors(self) -> Sequence[float]:  # type: ignore[override]
-        return tuple(
-            float(number) for number in range(1, 2**self.mask_bits + 1)
-        )  # nothing but numbers of codes
+        return tuple(float(number) for number in range(1, self.branches + 1))  # nothing but numbers of codes
 
     @property
     def state_bits(self) -> int:  # type: ignore[override]
+        if self.branches == 3:  # each of the codes of a state takes two bits
+            return 2 * round(math.log(self.states, 3))
         return self.states.bit_length() - 1
 
     @property
@@ -350,14 +352,14 @@ class Trellis(StraightThroughRule):
         return 1.0  # that of the table
 
     def check(self) -> None:
-        if self.mask_bits not in PATH_BITS:
-            raise ValueError(f"mask_bits {self.mask_bits} of rule 'trellis' is not 1 or 2")
-        least, most = 2 ** (self.mask_bits + 1), 2**LARGEST_STATE_BITS
-        if (
-            not (isinstance(self.states, int) and least <= self.states <= most)
-            or self.states.bit_count() != 1
-        ):
-            raise ValueError(f"states {self.states} is not a power of two from {least} to {most}")
+        if self.branches not in BRANCHES:
+            raise ValueError(f"branches {self.branches} of rule 'trellis' is not 2, 3 or 4")
+        base = 3 if self.branches == 3 else 2
+        powers = [base**power for power in range(2, LARGEST_STATE_BITS // planes(base) + 1)]
+        powers = [one for one in powers if one > self.branches]
+        if self.states not in powers:
+            shown = f"a power of {'three' if base == 3 else 'two'} from {powers[0]} to {powers[-1]}"
+            raise ValueError(f"states {self.states} is not {shown}, as branches {self.branches} needs it")
 
     def first_scores(self, context: ScoreContext, size: tuple[int, ...]) -> np.ndarray:
         tensor = context.tensor

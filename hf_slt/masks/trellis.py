@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..weights.codes import planes
 from ..weights.random_weights import TensorSpec
-from ..weights.trellis import memory_of
+from ..weights.trellis import memory_of, reachable_states
 from .viterbi import nearest_path
 
 
@@ -50,35 +50,35 @@ Facts = tuple[str, str, str, int, int, list[int]]
 
 def _facts(tensor: TensorSpec) -> Facts:
     """Return what an operator may be given; a seed can be too large for its integers."""
-    bits, axes = planes(len(tensor.factors)), list(tensor.input_axes)
+    axes = list(tensor.input_axes)
     law = "uniform" if tensor.law == "xavier_uniform" else tensor.law
-    return str(tensor.seed), tensor.name, law, tensor.state_bits or 0, bits, axes
+    return str(tensor.seed), tensor.name, law, tensor.state_bits or 0, len(tensor.factors), axes
 
 
 @torch.library.custom_op("hf_slt::trellis_path", mutates_args=())
 def _path(
-    targets: Tensor, seed: str, name: str, law: str, state_bits: int, bits: int, axes: list[int]
+    targets: Tensor, seed: str, name: str, law: str, state_bits: int, levels: int, axes: list[int]
 ) -> Tensor:
     rows, shape = _to_rows(targets.float(), axes)
-    if rows.shape[1] < memory_of(bits, state_bits):
+    memory = memory_of(planes(levels), state_bits)
+    if rows.shape[1] < memory:
         raise ValueError(
-            f"{name} has {rows.shape[1]} inputs, fewer than the {memory_of(bits, state_bits)} that a state of "
-            f"{state_bits} bits remembers; take fewer states"
+            f"{name} has {rows.shape[1]} inputs, fewer than the {memory} codes of a state; take fewer states"
         )
     if rows.device.type == "cpu" and not torch.isfinite(rows.sum()):
         raise ValueError(
             f"scores of {name} are not finite, so no path is nearest to them: the loss diverged or a checkpoint "
             "is damaged; lower the learning rate or clip gradients"
         )
-    table = torch.from_numpy(_table(seed, name, law, state_bits)).to(rows.device)
-    return _from_rows(nearest_path(rows, table, bits), shape, axes)
+    table = _table(seed, name, law, state_bits)[reachable_states(levels, state_bits)]
+    return _from_rows(nearest_path(rows, torch.from_numpy(table).to(rows.device), levels), shape, axes)
 
 
 @torch.library.custom_op("hf_slt::trellis_numbers", mutates_args=())
 def _numbers(
-    codes: Tensor, seed: str, name: str, law: str, state_bits: int, bits: int, axes: list[int]
+    codes: Tensor, seed: str, name: str, law: str, state_bits: int, levels: int, axes: list[int]
 ) -> Tensor:
-    rows, shape = _to_rows(codes, axes)
+    rows, shape, bits = *_to_rows(codes, axes), planes(levels)
     states = torch.zeros(rows.shape, dtype=torch.int32, device=rows.device)
     for back in range(memory_of(bits, state_bits)):
         states |= rows.roll(back, -1).int() << (bits * back)

@@ -1,7 +1,10 @@
 """The path through a trellis that is nearest to given numbers, in squared error (Viterbi, 1967).
 
-    least_i(q) = min over j of cost_(i-1)(q + j * 2**(L-k))          the states that shift to q
-    cost_i(s)  = least_i(s >> k) + (target_i - table[s]) ** 2
+    least_i(q) = min over j < b of cost_(i-1)(q + j * S / b)          the states that shift to q
+    cost_i(s)  = least_i(floor(s / b)) + (target_i - table[s]) ** 2
+
+with S states and b branches: the codes that can follow a state. Here states are numbered without gaps: the codes of
+state s are the digits of s in base b (`hf_slt.weights.trellis.reachable_states` has them in this order).
 
 Of equal costs the lowest state wins. A path is closed (tail-biting): the state before the first weight is the
 state after the last (`hf_slt/weights/trellis.py`). That state is found first, by a search without given ends over
@@ -21,34 +24,32 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..weights.trellis import memory_of
-
 LANES = 32  # rows at a time
 _SETTLED = 5  # after this many times the memory of a state, paths from all starts have met
 
 
-def nearest_path(targets: Tensor, table: Tensor, bits: int) -> Tensor:
+def nearest_path(targets: Tensor, table: Tensor, branches: int) -> Tensor:
     """Return the codes of the path nearest to each row of targets.
 
     Args:
         targets (`Tensor`):
             What the weights should be, float32, (rows, inputs).
         table (`Tensor`):
-            The number of every state, float32, on the same device.
-        bits (`int`):
-            Bits per code.
+            The number of every state that a path can reach, float32, on the same device.
+        branches (`int`):
+            Number of codes: 2, 3 or 4.
 
     Returns:
         `Tensor`: codes in uint8, (rows, inputs).
     """
     search = _compiled_search if targets.device.type == "cpu" else searched_by_torch
-    return tail_biting(search, targets, table, bits)
+    return tail_biting(search, targets, table, branches)
 
 
 Search = Callable[[Tensor, Tensor, int, Tensor | None], Tensor]
 
 
-def tail_biting(search: Search, targets: Tensor, table: Tensor, bits: int) -> Tensor:
+def tail_biting(search: Search, targets: Tensor, table: Tensor, branches: int) -> Tensor:
     """Return the codes of paths that end in the state they begin with, found by the given search.
 
     Args:
@@ -58,27 +59,28 @@ def tail_biting(search: Search, targets: Tensor, table: Tensor, bits: int) -> Te
             What each weight should be, (rows, inputs), in units of the table.
         table (`Tensor`):
             The number of each state.
-        bits (`int`):
-            Bits per code.
+        branches (`int`):
+            Number of codes.
 
     Returns:
         `Tensor`: codes in uint8, (rows, inputs).
     """
-    state_bits = (len(table) - 1).bit_length()
-    memory = memory_of(bits, state_bits)
+    states, memory = len(table), 1
+    while branches**memory < states:
+        memory += 1
     reach = min(targets.shape[1], _SETTLED * memory)
     window = torch.cat([targets[:, -reach:], targets[:, :reach]], 1)
-    around = search(window, table, bits, None)
+    around = search(window, table, branches, None)
     ends = torch.zeros(len(targets), dtype=torch.int32, device=targets.device)
     for back in range(memory):
-        ends |= around[:, reach - 1 - back].int() << (bits * back)
-    return search(targets, table, bits, ends & (len(table) - 1))
+        ends += around[:, reach - 1 - back].int() * branches**back
+    return search(targets, table, branches, ends % states)
 
 
 # -- by operators of torch ---------------------------------------------------------------------------------
 
 
-def searched_by_torch(targets: Tensor, table: Tensor, bits: int, ends: Tensor | None) -> Tensor:
+def searched_by_torch(targets: Tensor, table: Tensor, branches: int, ends: Tensor | None) -> Tensor:
     """Return the codes of the nearest paths, with the states `ends` at both ends if they are given.
 
     Args:
@@ -86,8 +88,8 @@ def searched_by_torch(targets: Tensor, table: Tensor, bits: int, ends: Tensor | 
             What each weight should be, (rows, inputs), in units of the table.
         table (`Tensor`):
             The number of each state.
-        bits (`int`):
-            Bits per code.
+        branches (`int`):
+            Number of codes.
         ends (`Tensor` or `None`):
             The state before the first and after the last weight of each row; None leaves both free.
 
@@ -95,7 +97,7 @@ def searched_by_torch(targets: Tensor, table: Tensor, bits: int, ends: Tensor | 
         `Tensor`: codes in uint8, (rows, inputs).
     """
     rows, length = targets.shape
-    states, branches = len(table), 1 << bits
+    states = len(table)
     numbers = torch.arange(states, device=targets.device)
     cost = torch.zeros(rows, states, device=targets.device)
     if ends is not None:
@@ -117,17 +119,17 @@ def searched_by_torch(targets: Tensor, table: Tensor, bits: int, ends: Tensor | 
         state = ends.long()
     codes = torch.empty(rows, length, dtype=torch.uint8, device=targets.device)
     for place in range(length - 1, -1, -1):
-        codes[:, place] = (state & (branches - 1)).to(torch.uint8)
-        shifted = state >> bits
+        codes[:, place] = (state % branches).to(torch.uint8)
+        shifted = state // branches
         origin = came[place].gather(1, shifted[:, None]).squeeze(1).long()
-        state = shifted + origin * (states >> bits)
+        state = shifted + origin * (states // branches)
     return codes
 
 
 # -- compiled ----------------------------------------------------------------------------------------------
 
 
-def _compiled_search(targets: Tensor, table: Tensor, bits: int, ends: Tensor | None) -> Tensor:
+def _compiled_search(targets: Tensor, table: Tensor, branches: int, ends: Tensor | None) -> Tensor:
     """Return the same as `searched_by_torch`, computed by the compiled loop in as many threads as torch uses."""
     rows, length = targets.shape
     groups = -(-rows // LANES)
@@ -143,7 +145,7 @@ def _compiled_search(targets: Tensor, table: Tensor, bits: int, ends: Tensor | N
     search, numbers = _kernel(), np.ascontiguousarray(table.numpy())
 
     def work(part: slice) -> None:
-        search(lanes.numpy()[part], numbers, bits, last.reshape(groups, LANES)[part], codes[part])
+        search(lanes.numpy()[part], numbers, branches, last.reshape(groups, LANES)[part], codes[part])
 
     if threads == 1:
         work(parts[0])
@@ -165,7 +167,7 @@ def _kernel() -> Any:
         return numba.njit(**options)(search_groups)
 
 
-def search_groups(targets: Any, table: Any, bits: Any, ends: Any, codes: Any) -> None:
+def search_groups(targets: Any, table: Any, branches: Any, ends: Any, codes: Any) -> None:
     """Search groups of rows: targets (groups, inputs, lanes) to codes of the same shape.
 
     `ends` (groups, lanes) are the states before the first and after the last weight; -1 leaves both free.
@@ -175,16 +177,16 @@ def search_groups(targets: Any, table: Any, bits: Any, ends: Any, codes: Any) ->
             What each weight should be, (groups, inputs, lanes).
         table:
             The number of each state.
-        bits:
-            Bits per code.
+        branches:
+            Number of codes.
         ends:
             States before the first and after the last weight, (groups, lanes); -1 leaves both free.
         codes:
             Array of the shape of the targets that the codes are written to.
     """
     groups, length, lanes = targets.shape
-    states, branches = len(table), 1 << bits
-    width = (states >> bits) * lanes
+    states = len(table)
+    width = (states // branches) * lanes
     cost = np.empty(states * lanes, np.float32)
     least = np.empty(width, np.float32)
     came = np.empty((length, width), np.uint8)
@@ -202,6 +204,13 @@ def search_groups(targets: Any, table: Any, bits: Any, ends: Any, codes: Any) ->
                     a, b = first[at], second[at]
                     least[at] = b if b < a else a
                     origin[at] = np.uint8(1) if b < a else np.uint8(0)
+            elif branches == 3:
+                third = cost[2 * width : 3 * width]
+                for at in range(width):
+                    a, b, c = first[at], second[at], third[at]
+                    low, of_low = b if b < a else a, np.uint8(1) if b < a else np.uint8(0)
+                    least[at] = c if c < low else low
+                    origin[at] = np.uint8(2) if c < low else of_low
             else:
                 third, fourth = cost[2 * width : 3 * width], cost[3 * width : 4 * width]
                 for at in range(width):
@@ -213,7 +222,7 @@ def search_groups(targets: Any, table: Any, bits: Any, ends: Any, codes: Any) ->
                     origin[at] = of_high if high < low else of_low
             wanted = targets[group, place]
             for state in range(states):
-                number, start = table[state], (state >> bits) * lanes
+                number, start = table[state], (state // branches) * lanes
                 before, after = least[start : start + lanes], cost[state * lanes : (state + 1) * lanes]
                 for lane in range(lanes):
                     distance = wanted[lane] - number
@@ -226,6 +235,6 @@ def search_groups(targets: Any, table: Any, bits: Any, ends: Any, codes: Any) ->
                     if cost[other * lanes + lane] < cost[state * lanes + lane]:
                         state = other
             for place in range(length - 1, -1, -1):
-                codes[group, place, lane] = state & (branches - 1)
-                shifted = state >> bits
-                state = shifted + came[place, shifted * lanes + lane] * (states >> bits)
+                codes[group, place, lane] = state % branches
+                shifted = state // branches
+                state = shifted + came[place, shifted * lanes + lane] * (states // branches)

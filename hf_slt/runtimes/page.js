@@ -104,7 +104,7 @@
     // If all weights are +c or -c and the mask also chooses the sign, the result does not depend on the seed.
     const free = !strict && !signs && drawn.every((one) => one.law === "signed_constant" && one.codes && !one.pattern);
     const name = { 2: "binary", 3: "ternary" }[table.length] ?? `${table.length}-level`;
-    const kind = path ? `This page is a language model with ${show(weights)} weights, each of them one of ${show(2 ** path)} numbers ` +
+    const kind = path ? `This page is a language model with ${show(weights)} weights, each of them one of ${show(table.length === 3 ? 3 ** (path / 2) : 2 ** path)} numbers ` +
         `that it has just drawn for its tensor from the seed ${ticket.seed}; no number was trained. `
       : signs && !strict ? `This page is a language model with ${show(weights)} weights. It has just drawn them from the seed ` +
         `${ticket.seed}; the mask multiplies each by one of ${table.join(", ")}. `

@@ -27,6 +27,7 @@ from ..tickets.files import replacing
 from ..tickets.format import CONFIG_FILE, Header
 from ..tickets.verify import mask_path, verify_files
 from ..weights.quantisation import BITS
+from ..weights.trellis import reachable_states
 
 CARD_FILE = "README.md"
 PAGE_FILE = "index.html"  # the name that a static Space shows
@@ -195,7 +196,7 @@ def write_card(
         header=header,
         size=measure_size(folder, header),
         kind=kind,
-        states=2 ** header.options["state_bits"] if "state_bits" in header.options else None,
+        states=_number_of_states(header),
         family="GPT-2" if family == "gpt2" else f"{family} model",
         factors=list(header.options["factors"]),
         options=[
@@ -409,6 +410,12 @@ def measure_size(folder: Path, header: Header) -> dict[str, Any]:
     }
 
 
+def _number_of_states(header: Header) -> int | None:
+    """Return how many drawn numbers a path can choose from, or None if codes are not a path."""
+    state_bits = header.options.get("state_bits")
+    return None if state_bits is None else len(reachable_states(len(header.options["factors"]), state_bits))
+
+
 def kind_of_ticket(header: Header) -> str:
     """Say in words what was learned in a ticket's matrices: a choice among drawn weights, or the weights themselves.
 
@@ -426,8 +433,8 @@ def kind_of_ticket(header: Header) -> str:
     if backbone := header.options.get("backbone"):
         return f"masks over the pretrained weights of {_public(backbone, 'dataset')}"
     drawn = [entry for entry in header.tensors.values() if entry.law is not None]
-    if "state_bits" in header.options:
-        return f"strict ticket (every weight is one of {2 ** header.options['state_bits']} drawn numbers)"
+    if states := _number_of_states(header):
+        return f"strict ticket (every weight is one of {states} drawn numbers)"
     if header.is_strict:
         return "strict ticket (the mask keeps or drops drawn weights)"
     if min(factors) >= 0:

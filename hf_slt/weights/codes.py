@@ -155,7 +155,9 @@ def full_codes(tensor: TensorSpec) -> np.ndarray:
     if tensor.state_bits is not None:
         words = words_of(tensor.seed, tensor.name + ".path", 0, tensor.size)
         levels = len(tensor.factors)
-        return pack_codes((words >> (32 - planes(levels))).astype(np.uint8), levels)
+        return pack_codes(
+            (words.astype(np.uint64) * np.uint64(levels) >> np.uint64(32)).astype(np.uint8), levels
+        )
     code = tensor.factors.index(1.0) if 1.0 in tensor.factors else len(tensor.factors) - 1
     return pack_codes(np.full(tensor.searched, code, np.uint8), len(tensor.factors))
 

@@ -1,6 +1,6 @@
 """A random code over whole rows: every weight is one of few drawn numbers, and a path chooses which.
 
-    state_i  = (state_(i-1) * 2**k + code_i) mod 2**L       k bits per weight are stored
+    state_i  = (state_(i-1) * 2**k + code_i) mod 2**L       k bits hold a code
     weight_i = table[state_i]                               2**L numbers, drawn from seed, name and law
 
 A path runs along the inputs of one output (a row) and is closed: before the first weight of a row comes its last.
@@ -9,9 +9,10 @@ be computed at once, and no initial state needs to be stored:
 
     state_i = sum over j of code_(i-j) * 2**(k*j),  mod 2**L,  i - j counted around the row
 
-Each weight has only 2**k possible successors, but all 2**L numbers occur. A row is coded as a whole, which comes
-nearer to the wanted weights than any code for single weights (Ungerboeck, 1982; Marcellin and Fischer, 1990; QTIP,
-2024).
+Each weight has only as many possible successors as there are codes: 2, 3 or 4, which is 1, 1.58 or 2 bits per weight.
+But all numbers of the table occur. Three codes take two bits each in a state, so they reach only the 3**(L/2) states
+without a code 3 (`reachable_states`); the other numbers are not used. A row is coded as a whole, which comes nearer to
+the wanted weights than any code for single weights (Ungerboeck, 1982; Marcellin and Fischer, 1990; QTIP, 2024).
 """
 
 import math
@@ -22,7 +23,7 @@ import numpy as np
 from ..errors import require
 
 LARGEST_STATE_BITS = 16
-PATH_BITS = (1, 2)  # per weight
+BRANCHES = (2, 3, 4)  # codes of a path
 
 
 def memory_of(bits: int, state_bits: int) -> int:
@@ -62,12 +63,37 @@ def check_path(levels: int, state_bits: int, search: float, laws: Sequence[str |
         `ValueError`: if they do not. The message names the value and says what to do.
     """
     bits = (levels - 1).bit_length()
-    require(levels == 2**bits and bits in PATH_BITS, f"a trellis of {levels} codes; take 2 or 4")
+    require(levels in BRANCHES, f"a trellis of {levels} codes; take 2, 3 or 4")
     fits = type(state_bits) is int and bits < state_bits <= LARGEST_STATE_BITS
     require(fits, f"state_bits {state_bits!r} is not from {bits + 1} to {LARGEST_STATE_BITS}")
+    require(
+        levels != 3 or state_bits % 2 == 0,
+        f"state_bits {state_bits} of three codes, which take two bits each",
+    )
     require(search == 1, f"search {search}: a trellis codes whole rows; take search=1")
     few = "has only two numbers, too few for a trellis; take normal or uniform"
     require("signed_constant" not in laws, f"law signed_constant {few}")
+
+
+def reachable_states(levels: int, state_bits: int) -> np.ndarray:
+    """Return the states that a path can reach, the lowest first: those that consist of existing codes.
+
+    Args:
+        levels (`int`):
+            Number of codes.
+        state_bits (`int`):
+            Bits of a state.
+
+    Returns:
+        `np.ndarray`: the states. With 2 or 4 codes these are all numbers below 2 ** state_bits.
+
+    Example:
+
+    >>> reachable_states(3, 4).tolist()
+    [0, 1, 2, 4, 5, 6, 8, 9, 10]
+    """
+    states = np.arange(2**state_bits)
+    return states[(states & (states >> 1) & 0x5555) == 0] if levels == 3 else states
 
 
 def states_of(codes: np.ndarray, bits: int, state_bits: int) -> np.ndarray:

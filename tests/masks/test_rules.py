@@ -122,7 +122,11 @@ CASES = [
     if (rule, name) not in (("n_m", "search"), ("trellis", "search"))
 ]
 # Codes of four bits, which are not embeddings of four bits.
-FORMS = [*CASES, pytest.param("multibit", {"mask_bits": 4}, id="multibit-four_bits")]
+FORMS = [
+    *CASES,
+    pytest.param("multibit", {"mask_bits": 4}, id="multibit-four_bits"),
+    pytest.param("trellis", {"branches": 3, "states": 81, "scales": "row"}, id="trellis-three_codes"),
+]
 
 
 def trained(rule: str, steps: int = 3, **more) -> SupermaskGPT2LMHeadModel:
@@ -575,6 +579,17 @@ def test_golden_files(rule, encoding, tmp_path):
     assert digests == {verify_ticket(tmp_path / "model").digest}
 
 
+@pytest.mark.parametrize("encoding", ["packed", "entropy"])
+def test_a_ticket_whose_rule_had_other_options_is_read(encoding, tmp_path):
+    """Written when rule `trellis` had an option `mask_bits` in place of `branches`: codes and `factors` say it all."""
+    golden = DATA / "rules_3" / f"trellis_bits_{encoding}.safetensors"
+    assert read_header(golden).options["rule_options"] == {"mask_bits": 2, "states": 256}
+    loaded, ids = SupermaskGPT2LMHeadModel.from_pretrained(golden), torch.arange(8)[None]
+    assert torch.equal(logits_of(loaded, ids), logits_of(golden_model("trellis").eval(), ids))
+    loaded.save_ticket(tmp_path / "again", encoding=encoding)
+    assert comparable(read(tmp_path / "again")) == comparable(golden.read_bytes())
+
+
 def header_text(data: bytes) -> str:
     length = int.from_bytes(data[:8], "little")
     text = json.loads(data[8 : 8 + length])["__metadata__"]["hf_slt"]
@@ -602,8 +617,9 @@ def comparable(data: bytes) -> bytes | tuple[str, bytes]:
         ({"rule": "multicoat", "density": 0.3}, "which has densities"),
         ({"rule": "multibit", "mask_bits": 9}, "mask_bits 9"),
         ({"rule": "n_m", "n_of_m": [4, 2]}, "n < m"),
-        ({"rule": "trellis", "mask_bits": 3}, "mask_bits 3 of rule 'trellis' is not 1 or 2"),
-        ({"rule": "trellis", "states": 100}, "states 100 is not a power of two from 8"),
+        ({"rule": "trellis", "branches": 5}, "branches 5 of rule 'trellis' is not 2, 3 or 4"),
+        ({"rule": "trellis", "states": 100}, "states 100 is not a power of two from 8 to 65536"),
+        ({"rule": "trellis", "branches": 3}, "states 256 is not a power of three from 9 to 6561"),
         ({"rule": "trellis", "search": 0.5}, "a trellis codes whole rows; take search=1"),
         ({"rule": "trellis", "law": "signed_constant"}, "too few for a trellis; take normal or uniform"),
         ({"rule": "popup"}, "rule 'popup' is not one of"),

@@ -11,10 +11,11 @@ from hf_slt.masks import viterbi
 from hf_slt.masks.any_module import supermask_
 from hf_slt.masks.trellis import numbers_of_path, path_of_targets
 from hf_slt.masks.viterbi import nearest_path, search_groups, searched_by_torch, tail_biting
+from hf_slt.weights.codes import planes
 from hf_slt.weights.random_weights import TensorSpec
-from hf_slt.weights.trellis import memory_of, states_of
+from hf_slt.weights.trellis import memory_of, reachable_states, states_of
 
-SHAPES = [(1, 3), (1, 4), (2, 3), (2, 4), (2, 5)]  # bits per code, bits per state
+SHAPES = [(2, 3), (2, 4), (4, 3), (4, 4), (4, 5), (3, 4)]  # number of codes, bits of a state
 
 
 def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -25,23 +26,24 @@ def squared_errors(row: torch.Tensor, weights: np.ndarray) -> np.ndarray:
     return ((weights - row.numpy()) ** 2).sum(-1)
 
 
-@pytest.mark.parametrize(("bits", "state_bits"), SHAPES)
-def test_no_path_of_all_is_nearer(bits, state_bits):
+@pytest.mark.parametrize(("levels", "state_bits"), SHAPES)
+def test_no_path_of_all_is_nearer(levels, state_bits):
     """A free path is the best of all starts and codes; one with given ends, of all that end there."""
-    length = 8 if bits == 1 else 5
-    table, rows = numbers(2**state_bits, seed=1), numbers(6, length, seed=2)
-    every = np.array(list(product(range(2**bits), repeat=length)), np.uint8)
+    length, bits, reached = 8 if levels == 2 else 5, planes(levels), reachable_states(levels, state_bits)
+    whole, rows = numbers(2**state_bits, seed=1), numbers(6, length, seed=2)
+    table = whole[reached]
+    every = np.array(list(product(range(levels), repeat=length)), np.uint8)
     states = states_of(every, bits, state_bits)
-    memory = memory_of(bits, state_bits)
+    assert set(states.flat) == set(reached)
     ends = states[:, -1]
-    found = tail_biting(searched_by_torch, rows, table, bits).numpy()
-    weights = table.numpy()[states]
+    found = tail_biting(searched_by_torch, rows, table, levels).numpy()
+    weights = whole.numpy()[states]
     for row, codes in zip(rows, found, strict=True):
         own = states_of(codes[None], bits, state_bits)[0]
         rival = squared_errors(row, weights[ends == own[-1]]).min()
-        assert squared_errors(row, table.numpy()[own]) == pytest.approx(rival, rel=1e-5)
-    free = searched_by_torch(rows, table, bits, None).numpy()
-    starts = np.arange(2**state_bits)[:, None]
+        assert squared_errors(row, whole.numpy()[own]) == pytest.approx(rival, rel=1e-5)
+    free = searched_by_torch(rows, table, levels, None).numpy()
+    starts = reached[:, None]
     for row, codes in zip(rows, free, strict=True):
         totals = []
         for some in (every, codes[None]):  # by the definition: a state is shifted, and takes up a code
@@ -49,35 +51,43 @@ def test_no_path_of_all_is_nearer(bits, state_bits):
             total = np.zeros(state.shape)
             for place in range(length):
                 state = (state * 2**bits + some[:, place]) % 2**state_bits
-                total = total + (table.numpy()[state] - row[place].item()) ** 2
+                total = total + (whole.numpy()[state] - row[place].item()) ** 2
             totals.append(total.min())
         assert totals[0] == pytest.approx(totals[1], rel=1e-5)
-    assert length >= memory
+    assert length >= memory_of(bits, state_bits)
 
 
-@pytest.mark.parametrize(("bits", "state_bits"), [(2, 8), (2, 7), (1, 6)])
-def test_the_compiled_loop_finds_the_codes_of_torch(bits, state_bits, monkeypatch):
+@pytest.mark.parametrize(("levels", "states"), [(4, 256), (4, 128), (2, 64), (3, 243)])
+def test_the_compiled_loop_finds_the_codes_of_torch(levels, states, monkeypatch):
     """Also where costs are equal, where a group of rows is not full, and on several threads."""
-    table = numbers(2**state_bits, seed=3)
-    table[2 ** (state_bits - 1) :] = table[: 2 ** (state_bits - 1)]  # every number twice: ties
+    table = numbers(states, seed=3)
+    table[states // 2 : states // 2 * 2] = table[: states // 2]  # every number twice: ties
     rows = numbers(70, 40, seed=4)
     rows[5] = 0.0
-    expected = tail_biting(searched_by_torch, rows, table, bits)
-    assert torch.equal(nearest_path(rows, table, bits), expected)
+    expected = tail_biting(searched_by_torch, rows, table, levels)
+    assert torch.equal(nearest_path(rows, table, levels), expected)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    assert torch.equal(nearest_path(rows, table, bits), expected)
+    assert torch.equal(nearest_path(rows, table, levels), expected)
     monkeypatch.setattr(viterbi, "_kernel", lambda: search_groups)  # as Python runs it
-    few = rows[:2, :8], table[:16]
-    assert torch.equal(nearest_path(*few, bits), tail_biting(searched_by_torch, *few, bits))
+    few = rows[:2, :8], table[: 9 if levels == 3 else 16]
+    assert torch.equal(nearest_path(*few, levels), tail_biting(searched_by_torch, *few, levels))
 
 
-def test_joint_coding_comes_nearer_than_single_weights():
-    """Mean squared error of normal numbers at 2 bits: 0.118 one by one, 0.0625 at the bound, about 0.09 here."""
-    tensor = TensorSpec("w", (64, 120), factors=(1.0, 2.0, 3.0, 4.0), input_axes=(1,), state_bits=8)
+@pytest.mark.parametrize(
+    ("levels", "state_bits", "bound", "reached", "single"),
+    [(4, 8, 0.0625, 0.1, 0.118), (3, 10, 0.1111, 0.16, 0.19), (3, 12, 0.1111, 0.145, 0.19)],
+)
+def test_joint_coding_comes_nearer_than_single_weights(levels, state_bits, bound, reached, single):
+    """Mean squared error of normal numbers: above Shannon's bound, below that of the best levels of single weights."""
+    factors = tuple(range(1, levels + 1))
+    tensor = TensorSpec("w", (64, 120), factors=factors, input_axes=(1,), state_bits=state_bits)
     targets = numbers(64, 120, seed=5)
-    found = numbers_of_path(path_of_targets(targets, tensor), tensor)
-    assert 0.0625 < float((found - targets).square().mean()) < 0.1
-    assert set(found.flatten().tolist()) <= set(tensor.draw().tolist())
+    codes = path_of_targets(targets, tensor)
+    assert int(codes.max()) == levels - 1
+    found = numbers_of_path(codes, tensor)
+    assert bound < float((found - targets).square().mean()) < reached < single
+    usable = tensor.draw()[reachable_states(levels, state_bits)]
+    assert set(found.flatten().tolist()) <= set(usable.tolist())
 
 
 def test_any_module_and_many_at_once():

@@ -64,11 +64,12 @@ MORE = {
     "trellis-one_bit-xavier": {
         "rule": "trellis",
         "density": None,
-        "mask_bits": 1,
+        "branches": 2,
         "states": 32,
         "law": "xavier_uniform",
         "tie_word_embeddings": False,
     },
+    "trellis-three_codes": {"rule": "trellis", "density": None, "branches": 3, "states": 81, "scales": "row"},
     "trained-8bit": {"embedding": "trained", "embedding_bits": 8, "n_layer": 1, "n_embd": 33, "n_head": 3},
 }
 ALL = {name: {**changes, "vocab_size": VOCABULARY} for name, changes in (CASES | MORE).items()}

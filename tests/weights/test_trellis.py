@@ -6,9 +6,9 @@ from itertools import product
 import numpy as np
 import pytest
 
-from hf_slt.weights.codes import factors_of, full_codes, pack_codes, weights_of
+from hf_slt.weights.codes import count_codes, factors_of, full_codes, pack_codes, weights_of
 from hf_slt.weights.random_weights import TensorSpec
-from hf_slt.weights.trellis import from_rows, states_of, to_rows
+from hf_slt.weights.trellis import check_path, from_rows, reachable_states, states_of, to_rows
 
 FOUR = (1.0, 2.0, 3.0, 4.0)
 
@@ -43,6 +43,27 @@ def test_weights_are_the_numbers_at_the_states(law, axes):
     assert np.array_equal(weights_of(tensor, pack_codes(codes, 4)), expected)
 
 
+def test_a_random_path_of_three_codes_has_no_fourth():
+    tensor = TensorSpec("w", (40, 50), 3, factors=(1.0, 2.0, 3.0), input_axes=(1,), state_bits=6)
+    counts = count_codes(full_codes(tensor), tensor.size, 3)  # which raises for a code 3
+    assert min(counts) > 600
+    used = set(weights_of(tensor, full_codes(tensor)).flat)
+    assert used == set(tensor.draw()[reachable_states(3, 6)])
+
+
+@pytest.mark.parametrize(
+    ("levels", "state_bits", "message"),
+    [
+        (5, 8, "a trellis of 5 codes"),
+        (3, 7, "state_bits 7 of three codes"),
+        (3, 18, "state_bits 18 is not from 3"),
+    ],
+)
+def test_what_is_no_path_is_refused(levels, state_bits, message):
+    with pytest.raises(ValueError, match=message):
+        check_path(levels, state_bits, 1, ("normal",))
+
+
 def test_rows_of_a_convolution_are_its_outputs():
     weight = np.arange(2 * 3 * 4 * 5).reshape(2, 3, 4, 5)
     assert np.array_equal(to_rows(weight, (1, 2, 3)), weight.reshape(2, 60))
@@ -62,6 +83,7 @@ def reachable(tensor: TensorSpec) -> set[tuple[float, ...]]:
         ("normal", (0.0, 1.0), None, 1),  # strict: nothing in common but zero, where all is dropped
         ("signed_constant", (0.0, 1.0), None, None),
         ("normal", (1.0, 2.0), 3, 0),  # strict: other numbers
+        ("normal", (1.0, 2.0, 3.0), 4, 0),
         ("normal", (-1.0, 0.0, 1.0), None, 1),  # magnitudes are drawn, signs are not
         ("signed_constant", (-1.0, 0.0, 1.0), None, 81),  # ternary: all there are, from every seed
         ("signed_constant", (-1.0, 1.0), None, 16),  # binary
