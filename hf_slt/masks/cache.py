@@ -3,17 +3,20 @@
 A forward reads a tied table twice, and a joint rule selects for all tensors at once: both should be computed
 only once. In a training step the result must not be used after the forward, because the next step has other
 scores. `fixed_masks` extends the lifetime to a whole block of code in which no score changes, such as the
-generation of a text.
+generation of a text. What may be used again in a later block is in `kept.py`.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+
+if TYPE_CHECKING:
+    from .kept import KeptWeights
 
 
 @dataclass
@@ -26,10 +29,13 @@ class ForwardCache:
             reads more than once.
         results (`dict[Any, Any]`, *optional*):
             The computed results, by a key that names each.
+        kept ([`KeptWeights`], *optional*):
+            Masked weights of earlier blocks, which are used again if nothing has changed.
     """
 
     keeps_all: bool = False
     results: dict[Any, Any] = field(default_factory=dict)
+    kept: "KeptWeights | None" = None
 
 
 _cache: ContextVar[ForwardCache | None] = ContextVar("hf_slt_forward_cache", default=None)
@@ -46,10 +52,15 @@ def forward_cache() -> ForwardCache | None:
 
 
 @contextmanager
-def fixed_masks() -> Iterator[None]:
+def fixed_masks(kept: "KeptWeights | None" = None) -> Iterator[None]:
     """Compute every masked weight only once within this block. No score may change inside.
 
     It has an effect only while gradients are disabled, because a graph cannot be used for two backward passes.
+
+    Args:
+        kept ([`KeptWeights`], *optional*):
+            Masked weights of earlier blocks, which are used again if nothing has changed. `generate` passes those of
+            its model.
 
     Example:
 
@@ -59,7 +70,7 @@ def fixed_masks() -> Iterator[None]:
     ...         model(**batch)
     ```
     """
-    token = _cache.set(ForwardCache(keeps_all=True))
+    token = _cache.set(ForwardCache(keeps_all=True, kept=kept))
     try:
         yield
     finally:

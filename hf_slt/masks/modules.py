@@ -56,7 +56,9 @@ class MaskedModule(nn.Module):
             return plan.value(self, name)
         key = (self, name)
         if key not in store.results:
-            store.results[key] = plan.value(self, name)
+            store.results[key] = (
+                plan.value(self, name) if store.kept is None else store.kept.value(plan, self, name)
+            )
         return store.results[key]
 
     def reset_computed(self) -> None:

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-LANES = 32  # rows at a time
+LANES = 32
 _SETTLED = 5  # after this many times the memory of a state, paths from all starts have met
 
 
@@ -186,10 +186,14 @@ def search_groups(targets: Any, table: Any, branches: Any, ends: Any, codes: Any
     """
     groups, length, lanes = targets.shape
     states = len(table)
-    width = (states // branches) * lanes
+    shifts = states // branches
+    width = shifts * lanes
     cost = np.empty(states * lanes, np.float32)
     least = np.empty(width, np.float32)
     came = np.empty((length, width), np.uint8)
+    # The same memory by code: compilers vectorise loops over whole axes.
+    numbers, before = table.reshape(shifts, branches), least.reshape(shifts, lanes)
+    after = cost.reshape(shifts, branches, lanes)
     for group in range(groups):
         for state in range(states):
             for lane in range(lanes):
@@ -220,13 +224,12 @@ def search_groups(targets: Any, table: Any, branches: Any, ends: Any, codes: Any
                     of_high = np.uint8(3) if d < c else np.uint8(2)
                     least[at] = high if high < low else low
                     origin[at] = of_high if high < low else of_low
-            wanted = targets[group, place]
-            for state in range(states):
-                number, start = table[state], (state // branches) * lanes
-                before, after = least[start : start + lanes], cost[state * lanes : (state + 1) * lanes]
-                for lane in range(lanes):
-                    distance = wanted[lane] - number
-                    after[lane] = before[lane] + distance * distance
+            for shifted in range(shifts):
+                for branch in range(branches):
+                    number = numbers[shifted, branch]
+                    for lane in range(lanes):
+                        distance = targets[group, place, lane] - number
+                        after[shifted, branch, lane] = before[shifted, lane] + distance * distance
         for lane in range(lanes):
             state = ends[group, lane]
             if state < 0:

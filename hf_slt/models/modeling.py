@@ -31,6 +31,7 @@ from transformers.utils import GENERATION_CONFIG_NAME, logging
 
 from ..errors import MismatchError, SLTError, TicketError
 from ..masks.cache import fixed_masks
+from ..masks.kept import KeptWeights
 from ..masks.modules import (
     MaskedModule,
     attach_plan,
@@ -812,8 +813,27 @@ class SupermaskMixin(NamedMasksMixin, ResizingMixin, TernaryMixin):
 class SupermaskGenerationMixin:
     """Goes before a stock class that generates text, together with `SupermaskMixin`."""
 
+    kept_weights: KeptWeights | None = None
+
+    def train(self, mode: bool = True) -> Any:
+        """Set the mode as in torch. Training gives back the memory of the weights that `generate` has kept.
+
+        Args:
+            mode (`bool`, defaults to `True`):
+                Whether the model is to be trained.
+
+        Returns:
+            `PreTrainedModel`: the model itself.
+        """
+        if mode:
+            self.kept_weights = None
+        stock: Any = super()
+        return stock.train(mode)
+
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate text as in transformers. A model that learns selects its masks once, not once per token.
+
+        In evaluation mode on a CPU, the next call uses the same weights if no score has changed.
 
         Args:
             args:
@@ -824,8 +844,10 @@ class SupermaskGenerationMixin:
         Returns:
             What `generate` of the stock class returns.
         """
+        if self.kept_weights is None:
+            self.kept_weights = KeptWeights()
         stock: Any = super()
-        with fixed_masks():
+        with fixed_masks(self.kept_weights):
             return stock.generate(*args, **kwargs)
 
 

@@ -5,6 +5,7 @@ product into stock GPT-2.
 """
 
 import copy
+import pickle
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from transformers import GPT2LMHeadModel
 
 from hf_slt import SupermaskGPT2LMHeadModel, fixed_masks
 from hf_slt.masks import rules
-from hf_slt.masks.modules import masked_parameters
+from hf_slt.masks.modules import masked_parameters, set_rule_options
 from hf_slt.masks.selection import keep_largest
 from hf_slt.weights.random_weights import draw
 
@@ -204,6 +205,66 @@ def test_generation_selects_once_for_all_tokens(model, monkeypatch):
     ranked = count_selections(monkeypatch)
     model.generate(IDS, max_new_tokens=8, do_sample=False, eos_token_id=None)
     assert len(ranked) == len(list(model.parameters()))
+
+
+GENERATED = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+
+
+def test_the_next_generation_selects_nothing_while_no_score_changes(model, monkeypatch):
+    model.eval()
+    first = model.generate(IDS, **GENERATED)
+    ranked = count_selections(monkeypatch)
+    assert torch.equal(model.generate(IDS, **GENERATED), first)
+    assert not ranked
+    model.train()  # training needs the memory
+    assert model.kept_weights is None
+    model.eval().generate(IDS, **GENERATED)
+    assert len(ranked) == len(list(model.parameters()))
+
+
+def change_rule(model):
+    set_rule_options(model, density=0.2)
+
+
+GENERATION_WAYS = SCORE_WAYS | {
+    "set_rule_options": change_rule,
+    "half": lambda model: model.half(),
+    "drawn": lambda model: model.get_submodule("transformer.wte").drawn.neg_(),
+}
+
+
+@pytest.mark.parametrize("way", GENERATION_WAYS.values(), ids=GENERATION_WAYS.keys())
+def test_generation_sees_every_change(model, way):
+    model.eval()
+    before = model.generate(IDS, output_logits=True, return_dict_in_generate=True, **GENERATED).logits
+    way(model)
+    found = model.generate(IDS, output_logits=True, return_dict_in_generate=True, **GENERATED).logits
+    model.kept_weights = None
+    expected = model.generate(IDS, output_logits=True, return_dict_in_generate=True, **GENERATED).logits
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert not torch.equal(torch.stack(found), torch.stack(before))
+
+
+def test_one_changed_score_makes_only_its_own_tensor_new(model, monkeypatch):
+    model.eval().generate(IDS, **GENERATED)
+    ranked = count_selections(monkeypatch)
+    model.get_submodule("transformer.wte").scores.data[3, 5] += 1e-3
+    model.generate(IDS, **GENERATED)
+    assert len(ranked) == 1
+
+
+def test_kept_weights_do_not_go_into_copies(model):
+    model.eval().generate(IDS, **GENERATED)
+    assert len(model.kept_weights)
+    assert not len(copy.deepcopy(model).kept_weights)
+    assert not len(pickle.loads(pickle.dumps(model)).kept_weights)
+
+
+@pytest.mark.parametrize(("rule", "training"), [("global", False), ("edge_popup", True)])
+def test_nothing_is_kept_of_joint_rules_and_in_training(rule, training):
+    model = make(rule=rule).train(training)
+    model.generate(IDS, **GENERATED)
+    assert not len(model.kept_weights)
 
 
 # -- masks of a ticket --------------------------------------------------------------------------------
