@@ -63,6 +63,7 @@ from hf_slt.text.blocks import DataArguments, load_blocks
 from hf_slt.text.corpus import embedded_corpus
 from hf_slt.text.evaluation import evaluate_blocks
 from hf_slt.tickets.files import replacing
+from hf_slt.training.memory import keep_freed_memory
 from hf_slt.training.run import dense_twin
 from hf_slt.weights.random_weights import draw
 
@@ -209,6 +210,15 @@ def saved(config: Any) -> Iterator[tuple[Path, Path]]:
         model.save_ticket(ticket)
         model.to_ticket().merge_and_unload().save_pretrained(stock)
         yield ticket, stock
+
+
+def seconds_of_steps(
+    config: SupermaskGPT2Config, make_other: Callable, tokens: int, accumulation: int, repeats: int
+) -> list[float]:
+    """Return the seconds of our training step and of the other model's, in a process like that of a training run."""
+    keep_freed_memory()
+    models = [SupermaskGPT2LMHeadModel(config), make_other(config)]
+    return interleaved([training_step(model, tokens, accumulation) for model in models], repeats)
 
 
 # -- memory, each side in a separate process ------------------------------------------------------------
@@ -529,9 +539,8 @@ class Benchmarks:
         self.ticket_config = SupermaskGPT2Config(**NO_DROPOUT, **self.size["ticket"])
 
     def _steps(self, make_other: Callable, accumulation: int = 1) -> list[float]:
-        models = [SupermaskGPT2LMHeadModel(self.step_config), make_other(self.step_config)]
-        steps = [training_step(model, self.size["tokens"], accumulation) for model in models]
-        return interleaved(steps, self.repeats)
+        arguments = make_other, self.size["tokens"], accumulation, self.repeats
+        return in_fresh_process(seconds_of_steps, self.step_config, *arguments)
 
     def step(self):
         what = f"training step, {self.size['tokens']} tokens, AdamW"

@@ -384,8 +384,8 @@ everyone is `relaxed_steps`: to use no mask, or no rounding, in the first half o
 runs that are not counted. *Trials* is how many runs that were: {trials} for everyone when the search is complete, and
 one more for each trial whose file missed its size by more than 3 % and was run again with the width that its codes
 allow. Losses are nats per token, the mean over seeds with the lowest and highest. Seconds are processor time of one
-core; many runs were made beside other work, which makes them longer. *Equal seconds*: trained for as long as the reference ({reference}) needs for its steps,
-one seed.
+core; many runs were made beside other work, which makes them longer. *Equal seconds*: trained for as long as the
+reference ({reference}) needs for its steps, one seed.
 
 What each search starts from was found in earlier runs, of which tickets had more than dense models
 ([notes](../recipes/results/equal_bytes_notes.md)). The file of records also holds runs of a first search of the dense

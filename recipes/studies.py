@@ -49,6 +49,7 @@ from hf_slt.sharing.card import describe_environment
 from hf_slt.sharing.plots import COLOURS, MARKERS
 from hf_slt.tickets.files import replacing
 from hf_slt.training.arguments import Arguments, parse_arguments
+from hf_slt.training.memory import keep_freed_memory
 from hf_slt.training.run import Run
 
 HERE = Path(__file__).parent
@@ -185,13 +186,12 @@ def measure_all(measure: Measure, points: Iterable[Point], workers: int) -> Iter
     point repeats to the last bit. Freed memory is kept (docs/speed.md). Every worker is a fresh interpreter, because
     these settings are read at the start, and because torch does not survive a fork with threads.
     """
-    kept = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=100000000000"
-    settings = {"OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": kept}
+    settings = {"OMP_NUM_THREADS": "1"}
     if platform.machine() in ("x86_64", "AMD64") and "ATEN_CPU_CAPABILITY" not in os.environ:
         settings["ATEN_CPU_CAPABILITY"] = "avx2"
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=_end_with_parent)
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=_begin_worker)
     try:
         running = {pool.submit(_quietly, measure, point): point for point in points}
         for future in as_completed(running):
@@ -208,8 +208,9 @@ def measure_all(measure: Measure, points: Iterable[Point], workers: int) -> Iter
                 os.environ[name] = value
 
 
-def _end_with_parent() -> None:
-    """End this worker when the study ends, even if the study was killed. Only the study itself handles Ctrl-C."""
+def _begin_worker() -> None:
+    """Keep freed memory. End this worker when the study ends, even if it was killed; only the study handles Ctrl-C."""
+    keep_freed_memory()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = parent_process()
     assert parent is not None

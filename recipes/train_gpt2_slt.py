@@ -24,6 +24,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from hf_slt.errors import SLTError
 from hf_slt.training.arguments import Arguments, parse_arguments
+from hf_slt.training.memory import keep_freed_memory
 from hf_slt.training.monitoring import Clock, Interruption
 from hf_slt.training.report import train_and_compare
 from hf_slt.training.run import Run
@@ -101,6 +102,7 @@ def find_ticket(arguments: Arguments, **options: Any) -> dict[str, Any] | None:
 def main() -> int:
     """Train the ticket and the controls of the command line. Return the exit code."""
     arguments = parse_arguments(description=__doc__.split("\n")[0], preset=HERE / "nano.yaml")
+    keep_freed_memory()
     disable_progress_bar()  # hides the bars of loading and saving; the bar over all steps stays
     if not sys.stderr.isatty():
         disable_progress_bars()  # of reading and tokenising: they would fill a log file
