@@ -47,7 +47,7 @@ import transformers
 from tables import markdown_table
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 from transformers.loss.loss_utils import ForCausalLMLoss
@@ -140,6 +140,29 @@ class Launches(TorchDispatchMode):
 
 
 # -- what is compared -----------------------------------------------------------------------------------
+
+
+def launches_of_kernels(scores: Tensor, count: int) -> dict[str, int]:
+    """Count what Triton's path queues to select in one tensor: operators of torch and launches of kernels.
+
+    Without a GPU the kernels run in Triton's interpreter, whose own operators are not counted. For that, the variable
+    TRITON_INTERPRET must be 1 before Triton is imported.
+    """
+    from hf_slt.masks import digit_kernels
+
+    kernels = []  # whether each touches all scores
+
+    def counting(kernel: Any, programs: int, *arguments: Any) -> None:
+        kernels.append(any(isinstance(one, Tensor) and one.numel() >= len(scores) for one in arguments))
+        with _disable_current_modes():
+            launch(kernel, programs, *arguments)
+
+    launch = digit_kernels.launch
+    with mock.patch.object(digit_kernels, "launch", counting), Launches(len(scores)) as counted:
+        mask = digit_kernels.keep_by_kernels([scores], count, True)
+    with _disable_current_modes():
+        assert torch.equal(mask, keep_by_digits([scores], count, True))
+    return {"all": counted.all + len(kernels), "of full size": counted.full + sum(kernels)}
 
 
 def training_step(model: nn.Module, tokens: int, accumulation: int = 1, rows: int = 1) -> Callable[[], None]:
@@ -630,8 +653,23 @@ class Benchmarks:
         scores = torch.randn(1 << 18)
         with Launches(len(scores)) as counted:
             keep_by_digits([scores], len(scores) // 3, True)
-        what = "operators queued to select in one tensor on another device than a CPU (counted, not timed)"
-        return what, "one operator", 12, [float(counted.all), 1.0], {"of full size": counted.full}
+        details: dict[str, Any] = {"of full size": counted.full}
+        ours = counted.all
+        if find_spec("triton"):
+            code = "import json, torch, benchmark; scores = torch.randn(1 << 18); "
+            code += "print(json.dumps(benchmark.launches_of_kernels(scores, len(scores) // 3)))"
+            done = subprocess.run(
+                [sys.executable, "-c", code],
+                env={**os.environ, "TRITON_INTERPRET": "1"},
+                cwd=Path(__file__).parent,
+                stdout=subprocess.PIPE,
+                check=True,
+            )
+            kernels = json.loads(done.stdout)
+            details = {"of full size": kernels["of full size"], "without Triton": [ours, counted.full]}
+            ours = kernels["all"]
+        what = "operators and kernels queued to select in one tensor on another device than a CPU (counted, not timed)"
+        return what, "one operator", 12, [float(ours), 1.0], details
 
     def imports(self):
         def load(name: str) -> Callable[[], None]:

@@ -10,7 +10,6 @@ scores once; masking also selects, multiplies and writes as much again.
 from typing import Any
 
 import numpy as np
-import xxhash
 from torch import Tensor, nn
 
 from ..weights.threads import map_in_threads
@@ -92,6 +91,8 @@ def _is_plain(tensor: Tensor) -> bool:
 
 def _hash(tensor: Tensor) -> list[bytes]:
     """Return hashes of the contents, piece by piece."""
+    import xxhash  # loading a ticket does not need it
+
     flat = np.from_dlpack(tensor.detach().contiguous().view(-1))
     pieces = [flat[start : start + _PIECE] for start in range(0, len(flat), _PIECE)]
     return map_in_threads(lambda piece: xxhash.xxh3_128_digest(piece.data), pieces)

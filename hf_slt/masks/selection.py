@@ -8,13 +8,15 @@ Selection is exact and stores nothing between calls: it is never out of date, ho
 
 On a CPU a sample gives lower and upper bounds of the threshold, and the scores are compared with them in pieces that
 stay in a core's cache. Memory is used for little more than one read of the scores and one write of the mask;
-temporaries of full size would cost more than the arithmetic. On other devices two histograms find the threshold, and
-no operator waits for the device.
+temporaries of full size would cost more than the arithmetic. On other devices two histograms find the threshold, by
+kernels of Triton (`digit_kernels.py`) or by operators of torch, and the host waits for neither.
 """
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -113,7 +115,19 @@ def keep_largest_of_all(values: Sequence[Tensor], count: int, magnitude: bool = 
 def _keep_largest_op(values: list[Tensor], count: int, magnitude: bool) -> Tensor:
     # Contiguous on purpose: the order of ties is row-major whatever the strides.
     flats = [one.contiguous().view(-1) for one in values]
-    return (keep_by_sample if flats[0].device.type == "cpu" else keep_by_digits)(flats, count, magnitude)
+    if flats[0].device.type == "cpu":
+        return keep_by_sample(flats, count, magnitude)
+    if _has_triton(flats[0].device.type):
+        from .digit_kernels import keep_by_kernels  # importing Triton takes time, and only here it is needed
+
+        return keep_by_kernels(flats, count, magnitude)
+    return keep_by_digits(flats, count, magnitude)
+
+
+@cache
+def _has_triton(device_type: str) -> bool:
+    """Return whether Triton is installed and compiles for such a device."""
+    return device_type in ("cuda", "xpu") and find_spec("triton") is not None
 
 
 @_keep_largest_op.register_fake
@@ -152,62 +166,80 @@ def keep_by_sample(flats: Sequence[Tensor], count: int, magnitude: bool = False)
     Returns:
         `Tensor`: one mask for all, as a row.
     """
-    for low, high in _brackets(flats, count, magnitude):
-        mask = _keep_between(flats, count, magnitude, low, high)
+    # Not `numpy()`: after that, FSDP could not free the storage of a parameter any more.
+    arrays = [np.from_dlpack(flat.detach()) for flat in flats]
+    for low, high in _brackets(arrays, count, magnitude):
+        mask = _keep_between(arrays, count, magnitude, low, high)
         if mask is not None:
-            return mask
+            return torch.from_numpy(mask)
     raise AssertionError("the last bracket holds everything")
 
 
-def _brackets(flats: Sequence[Tensor], count: int, magnitude: bool) -> Iterator[tuple[float, float]]:
+def _brackets(flats: Sequence[np.ndarray], count: int, magnitude: bool) -> Iterator[tuple[float, float]]:
     """Yield bounds of the threshold from a sample (Floyd and Rivest), then wider ones, for untypical samples."""
     size = sum(map(len, flats))
     if size > _SAMPLE:
         # With this step between sampled values, sample and bracket both grow as size ** (2/3).
-        sample = torch.cat([flat[:: round(size ** (1 / 3))] for flat in flats])
-        sample = sample.abs() if magnitude else sample
+        sample = np.concatenate([flat[:: round(size ** (1 / 3))] for flat in flats])
+        sample = np.abs(sample, out=sample) if magnitude else sample
         place = count * len(sample) / size
         deviation = max(1.0, (place * (1 - place / len(sample))) ** 0.5)  # as of a random sample
         for width in (2.5, 10):
             above, below = int(place - width * deviation), int(place + width * deviation) + 1
-            # kthvalue is a quickselect, which is faster than sorting the sample.
-            high = sample.kthvalue(len(sample) - above).values.item() if above >= 0 else math.inf
-            low = sample.kthvalue(len(sample) - below).values.item() if below < len(sample) else -math.inf
+            high = float(_largest(sample, above + 1)) if above >= 0 else math.inf
+            low = float(_largest(sample, below + 1)) if below < len(sample) else -math.inf
             yield low, high
     yield -math.inf, math.inf
 
 
+def _largest(values: np.ndarray, rank: int) -> Any:
+    """Return the value of this rank, 1 for the largest. The order of the values changes."""
+    values.partition(len(values) - rank)
+    return values[len(values) - rank]
+
+
 def _keep_between(
-    flats: Sequence[Tensor], count: int, magnitude: bool, low: float, high: float
-) -> Tensor | None:
+    flats: Sequence[np.ndarray], count: int, magnitude: bool, low: float, high: float
+) -> np.ndarray | None:
     """Return the mask if the threshold lies in low .. high.
 
-    NumPy works on each piece in one thread. An operator of torch would divide every piece among all threads and wait
-    for the slowest of them, which takes long if another process uses a core.
+    Each piece is one task of a thread. An operator of torch would divide every piece among all threads and wait for
+    the slowest of them, which takes long if another process uses a core.
     """
     mask = np.empty(sum(map(len, flats)), bool)
-    pieces = [piece for flat in flats for piece in flat.split(_PIECE)]
+    pieces = [flat[at : at + _PIECE] for flat in flats for at in range(0, len(flat), _PIECE)]
     starts = np.cumsum([0, *map(len, pieces)]).tolist()
+    numbers = iter(range(len(pieces)))  # shared by the threads: each takes the next piece when it is free
 
-    def rank(number: int) -> tuple[np.ndarray, np.ndarray, int, float]:
-        """Mark the values above the bracket in one piece. Return places and values of those inside."""
-        # Not `numpy()`: after that, FSDP could not free the storage of a parameter any more.
-        values, start = np.from_dlpack(pieces[number].detach()), starts[number]
-        values = np.abs(values) if magnitude else values
-        kept = mask[start : start + len(values)]
-        np.greater(values, high, out=kept)
-        close = np.greater_equal(values, low)
-        close ^= kept
-        found = np.flatnonzero(close)
-        return found + start, values[found], int(np.count_nonzero(kept)), float(values.sum())
+    def rank() -> list[tuple[int, np.ndarray, np.ndarray, int, bool]]:
+        """Mark the values above the bracket, piece by piece. Return places and values of those inside."""
+        longest = max(map(len, pieces))
+        # The same memory for all pieces: new memory costs more than the arithmetic.
+        magnitudes, closes = np.empty(longest if magnitude else 0, flats[0].dtype), np.empty(longest, bool)
+        done = []
+        for number in numbers:
+            values, start = pieces[number], starts[number]
+            if magnitude:
+                values = np.abs(values, out=magnitudes[: len(values)])
+            kept, close = mask[start : start + len(values)], closes[: len(values)]
+            np.greater(values, high, out=kept)
+            np.greater_equal(values, low, out=close)
+            close ^= kept
+            places = np.flatnonzero(close)
+            # The largest of several numbers is NaN if one of them is.
+            finite = math.isfinite(values.max()) and (magnitude or math.isfinite(values.min()))
+            done.append((start, places + start, values[places], int(np.count_nonzero(kept)), finite))
+        return done
 
-    if len(pieces) > 1 and (threads := torch.get_num_threads()) > 1:
-        with ThreadPoolExecutor(min(threads, len(pieces))) as pool:  # NumPy releases the interpreter lock
-            parts = list(pool.map(rank, range(len(pieces))))
+    threads = min(torch.get_num_threads(), len(pieces))
+    if threads > 1:
+        with ThreadPoolExecutor(threads) as pool:  # NumPy releases the interpreter lock
+            parts = [part for task in [pool.submit(rank) for _ in range(threads)] for part in task.result()]
     else:
-        parts = [rank(number) for number in range(len(pieces))]
-    places, inside, above, totals = zip(*parts, strict=True)
-    if not math.isfinite(sum(totals)):  # one bad score is enough
+        parts = rank()
+    parts.sort(key=lambda part: part[0])  # of equal values the first are kept
+    _, places, inside, above, finite = zip(*parts, strict=True)
+    if not all(finite):  # one bad score is enough
         raise ValueError(
             "scores are not finite, so they cannot be ranked: the loss diverged or a checkpoint is "
             "damaged; lower the learning rate or clip gradients"
@@ -215,11 +247,11 @@ def _keep_between(
     place, value, wanted = np.concatenate(places), np.concatenate(inside), count - sum(above)
     if not 0 < wanted <= len(value):
         return None
-    threshold = np.partition(value, -wanted)[-wanted]
-    mask[place[value > threshold]] = True
-    missing = wanted - np.count_nonzero(value > threshold)
+    threshold = _largest(value.copy(), wanted)
+    mask[place] = larger = value > threshold
+    missing = wanted - np.count_nonzero(larger)
     mask[place[value == threshold][:missing]] = True
-    return torch.from_numpy(mask)
+    return mask
 
 
 # -- on any device, without waiting for it -------------------------------------------------------------
@@ -228,7 +260,7 @@ def _keep_between(
 def keep_by_digits(flats: Sequence[Tensor], count: int, magnitude: bool = False) -> Tensor:
     """Return the mask of `keep_by_sample` for float32 values, by operators that a device can queue.
 
-    The host reads nothing back.
+    The host reads nothing back. Where Triton runs, `keep_by_kernels` does the same with half as many launches.
 
     The bits of floats, read as integers, have the order of the floats. There are three passes over the values: a
     histogram of the upper 16 bits finds the upper bits of the threshold, a histogram of the lower 16 bits of values

@@ -83,6 +83,28 @@ def test_adversarial_order_is_still_exact():
     assert torch.equal(keep_largest(values, size // 3), naive_mask(values, size // 3))
 
 
+@pytest.mark.parametrize("levels", [0, 2, 1])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_large_tensors_on_several_threads(monkeypatch, threads, levels):
+    """As they are, not with small pieces: normal values, two values, a constant."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    several = make_values(2_500_003, levels, 7).split([1_200_001, 1, 1_300_001])
+    count = 700_001
+    expected = naive_mask(torch.cat(several).abs(), count)
+    assert torch.equal(torch.cat(selection.keep_largest_of_all(several, count, True)), expected)
+
+
+def test_scores_of_any_type():
+    """In float64, values that float32 does not tell apart; types together; and half precision."""
+    values = 1 + 1e-12 * make_values(300_000, 0, 8).double()
+    assert torch.equal(keep_largest(values, 1000), naive_mask(values, 1000))
+    together = [values, make_values(300_000, 5, 9)]
+    found = selection.keep_largest_of_all(together, 100_000)
+    assert torch.equal(torch.cat(found), naive_mask(torch.cat(together), 100_000))
+    half = values.half() + make_values(300_000, 3, 10).half()
+    assert torch.equal(keep_largest(half, 1000), naive_mask(half, 1000))
+
+
 def test_strides_do_not_matter():
     values = make_values(12 * 35, 5, 0).view(35, 12)
     for view in (values.t(), values[::2], values[:, 1::3], values.flip(0)):
@@ -95,7 +117,7 @@ def test_kept_count_rounds():
     assert kept_count(1.0, 7) == 7
 
 
-@pytest.mark.parametrize("size", [50, 100_000])
+@pytest.mark.parametrize("size", [50, 100_000, 300_000])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_one_bad_score_among_many_is_refused(bad, size):
     values = make_values(size, 0, 1)
@@ -132,7 +154,7 @@ def select(scores):
         return RULES["global"](density=0.3).codes_of_all(scores, [])
     return selection.keep_by_digits([one.view(-1) for one in scores], sum(map(torch.numel, scores)) // 3, True)
 
-select([torch.randn(300, 300), torch.randn(99)])  # whatever is loaded or made at the first call
+select([torch.randn(600, 600), torch.randn(99)])  # whatever is loaded or made at the first call
 scores = [torch.randn(1 << size) for size in (21, 23, 22, 21)]
 before = peak()
 found = select(scores)
@@ -205,7 +227,7 @@ WAITING = {
     "tolist": lambda x: x.tolist(),
     "to": lambda x: x.to("meta"),
     "keep_by_sample": lambda x: keep_by_sample([x], 40),
-    "keep_by_sample-large": lambda x: keep_by_sample([x.repeat(300)], 40),
+    "keep_by_sample-large": lambda x: keep_by_sample([x.repeat(3000)], 40),
 }
 
 
