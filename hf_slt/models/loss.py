@@ -1,4 +1,4 @@
-"""The loss of a language model, computed in pieces.
+"""The loss of a language model, computed in pieces that stay in a core's cache.
 
     loss     = -mean over tokens of log softmax(logits)[label]          # transformers' ForCausalLMLoss
     gradient = softmax(logits) - (1 at the label), of each token
@@ -18,10 +18,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from ..errors import SLTError
 from ..masks.selection import piece_size
 
-_FEW = 16  # up to 16 pieces of a cache's size the allocator reuses memory, so pieces gain nothing
-# Logits at a time on a CPU: 16 MB. Pieces of a cache's size would take two to three times as long, because every
-# operator divides its piece among all threads and waits for the slowest.
-_PIECE = 1 << 22
+_FEW = 16  # below 16 pieces the allocator reuses memory, so pieces gain nothing
 
 
 def causal_lm_loss(logits: Tensor, labels: Tensor | None, vocab_size: int, **kwargs) -> Tensor:
@@ -138,4 +135,4 @@ def _slopes(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _rows(logits: Tensor) -> int:
-    return max(1, max(_PIECE, piece_size(logits)) // logits.shape[-1])
+    return max(1, piece_size(logits) // logits.shape[-1])

@@ -18,7 +18,6 @@ VOCABULARY = 37
 def small_pieces(monkeypatch):
     """Seven tokens at a time: several pieces, the last of them not full."""
     monkeypatch.setattr(selection, "_PIECE", 7 * VOCABULARY + 3)
-    monkeypatch.setattr(loss_module, "_PIECE", 7 * VOCABULARY + 3)
     monkeypatch.setattr(loss_module, "_FEW", 1)
 
 
