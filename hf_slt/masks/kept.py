@@ -30,10 +30,6 @@ class KeptWeights:
     def __len__(self) -> int:
         return len(self._weights)
 
-    def clear(self) -> None:
-        """Forget all weights, which gives their memory back."""
-        self._weights.clear()
-
     def value(self, plan: ParameterPlan, module: nn.Module, name: str) -> Tensor:
         """Return what `plan.value` returns: the weight that was kept if its mark is still the same.
 

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-LANES = 32
+LANES = 32  # rows at a time
 _SETTLED = 5  # after this many times the memory of a state, paths from all starts have met
 
 
