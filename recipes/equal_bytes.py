@@ -11,6 +11,7 @@ Every contestant has the same text, tokenizer, loop and tokens, and a file of th
 search      each option of each contestant in turn, the best value kept: 1,000 steps, 115 kB, seed 0. Every
             contestant has the same number of trials, and its width is what its bytes allow.
 lengths     the rates again, whole, half and quarter, at 3,000 steps
+last        two more trials of each contestant at 3,000 steps: beyond the edge of its search, or what it has not had
 115 60 230  3,000 steps, kB of the file, three seeds
 seconds     115 kB with as many steps as fit in the seconds of the reference
 wiki_115    articles of Wikipedia, 115 kB, three seeds; wiki_1000 with 1 MB, one seed
@@ -69,11 +70,14 @@ class Contestant:
             it.
         search (`tuple`):
             Options with the values to try beside the present one, in this order.
+        last (`tuple`):
+            Changes of the best settings to try last, at full length. The better one counts if it is an improvement.
     """
 
     settings: dict[str, Any]
     bits: dict[str | None, float]
     search: Options
+    last: tuple[dict[str, Any], dict[str, Any]]
 
 
 def ticket_search(option: str, value: Any) -> Options:
@@ -100,43 +104,63 @@ def dense_search(step: str) -> Options:
     )
 
 
+LAST_OF_DENSE = ({"weight_decay": 1.0}, {"relaxed_steps": 0.9})
 CONTESTANTS = {
     # The mask keeps or drops. Scales of rows and gains of LayerNorm are learned beside it.
     "strict, edge_popup": Contestant(
-        {**TICKET, "rule": "edge_popup", "density": 0.5}, {None: 1.0}, ticket_search("density", 0.4)
+        {**TICKET, "rule": "edge_popup", "density": 0.5},
+        {None: 1.0},
+        ticket_search("density", 0.4),
+        ({"density": 0.3}, {"mask_steps": 4}),
     ),
     # Every weight is one of the numbers that were drawn for its tensor, chosen by a path: a random code.
     "strict, trellis": Contestant(
         {**TICKET, "law": "normal", "rule": "trellis", "branches": 4, "states": 256},
         {None: 2.0},
         ticket_search("states", 64),
+        ({"states": 4096, "mask_steps": 4}, {"states": 4096, "mask_steps": 8}),
     ),
     # The mask sets signs: a ternary network, in which the seed carries nothing.
     "ternary, rule signed": Contestant(
-        {**TICKET, "rule": "signed", "density": 0.7}, {None: 1.58}, ticket_search("density", 0.6)
+        {**TICKET, "rule": "signed", "density": 0.7},
+        {None: 1.58},
+        ticket_search("density", 0.6),
+        ({"density": 0.8}, {"mask_steps": 4}),
     ),
     "dense int4": Contestant(
-        {**STOCK, "rounding": "int4"}, {"learned": 3.3, "largest": 3.5}, dense_search("learned")
+        {**STOCK, "rounding": "int4"},
+        {"learned": 3.3, "largest": 3.5},
+        dense_search("learned"),
+        LAST_OF_DENSE,
     ),
     "dense int3": Contestant(
-        {**STOCK, "rounding": "int3"}, {"learned": 2.5, "largest": 2.4}, dense_search("learned")
+        {**STOCK, "rounding": "int3"},
+        {"learned": 2.5, "largest": 2.4},
+        dense_search("learned"),
+        LAST_OF_DENSE,
     ),
     "dense int2": Contestant(
-        {**STOCK, "rounding": "int2"}, {"learned": 1.75, "largest": 1.5}, dense_search("learned")
+        {**STOCK, "rounding": "int2"},
+        {"learned": 1.75, "largest": 1.5},
+        dense_search("learned"),
+        LAST_OF_DENSE,
     ),
     "ternary, rounded": Contestant(
         {**STOCK, "rounding": "ternary", "step": "mean"},
         {"learned": 1.45, "mean": 1.57},
         dense_search("learned"),
+        LAST_OF_DENSE,
     ),
     "binary, rounded": Contestant(
         {**STOCK, "rounding": "binary", "step": "mean"},
         {"learned": 1.0, "mean": 1.0},
         dense_search("learned"),
+        LAST_OF_DENSE,
     ),
 }
 REFERENCE = "strict, edge_popup"  # whose seconds the others get in the column of equal seconds
 TRIALS = 1 + sum(len(values) for _, values in CONTESTANTS[REFERENCE].search) + len(RATE_DIVISORS)
+TRIALS += len(CONTESTANTS[REFERENCE].last)
 WIKI = {"train_files": ["enwiki2014-train.parquet"], "validation_files": ["enwiki2014-valid.parquet"]}
 # By text and bytes: the vocabulary, whose table is about half of a small model, and what else is special.
 TEXTS: dict[str, dict[str, Any]] = {
@@ -173,7 +197,19 @@ ROWS = {
     "wiki_1000": Row("enwiki2014, 1 MB", 1_000_000, 1),
     "longer": Row("embedded", 115_000, 1, longer=10),
 }
-PARTS = ("search", "lengths", "115", "60", "230", "wiki_115", "seconds", "wiki_1000", "longer", "page")
+PARTS = (
+    "search",
+    "lengths",
+    "last",
+    "115",
+    "60",
+    "230",
+    "wiki_115",
+    "seconds",
+    "wiki_1000",
+    "longer",
+    "page",
+)
 
 # -- sizes ------------------------------------------------------------------------------------------
 
@@ -300,9 +336,23 @@ class Comparison:
         record, settings = min(found, key=lambda one: self.rank(one[0]))
         return points, settings, measured_bits(record)
 
+    def last(self, name: str) -> tuple[list[Point], dict[str, Any], float]:
+        """Return the last trials, the best settings, and the bits per weight with them."""
+        decided, best, bits = self.lengths(name)
+        if len(self.known(decided)) < len(decided):
+            return [], best, bits
+        changed = [{**best, **change} for change in CONTESTANTS[name].last]
+        trials = [(self.trial(one, bits, self.steps), one) for one in (best, *changed)]
+        points = [point for (some, _), _ in trials[1:] for point in some]
+        found = [(record, settings) for (_, record), settings in trials if record is not None]
+        if len(found) < len(trials):
+            return points, best, bits
+        record, settings = min(found, key=lambda one: self.rank(one[0]))
+        return points, settings, measured_bits(record)
+
     def row(self, name: str, row: Row) -> list[Point]:
         """Return a run for each seed."""
-        _, best, bits = self.lengths(name)
+        _, best, bits = self.last(name)
         steps = self.steps * row.longer // (3 if row.longer > 1 else 1)
         return [self.point(best, bits, row.bytes, steps, seed, row.text) for seed in range(row.seeds)]
 
@@ -324,7 +374,7 @@ class Comparison:
 
     def points(self, part: str) -> list[Point]:
         """Return the runs of a part, as far as they are decided; seed after seed."""
-        if part in ("search", "lengths"):
+        if part in ("search", "lengths", "last"):
             return [one for name in self.names for one in getattr(self, part)(name)[0]]
         if part == "seconds":
             return [one for name in self.names for one in self.seconds(name, ROWS["115"])]
@@ -333,13 +383,13 @@ class Comparison:
 
     def trials(self, name: str) -> int:
         """Return how many runs the choice of a contestant's settings rests on."""
-        return len(self.known([*self.search(name)[0], *self.lengths(name)[0]]))
+        return len(self.known([*self.search(name)[0], *self.lengths(name)[0], *self.last(name)[0]]))
 
 
 def cost_of(point: Point, records: FlatRecords) -> float:
     """Return the seconds that a run will take, about: by a run of the same way, or by its weights."""
     weights = weights_and_extras(point, point["n_embd"])[0]
-    way = ("rule", "rounding", "step", "n_layer", "branches", "states", "relaxed_steps")
+    way = ("rule", "rounding", "step", "n_layer", "branches", "states", "relaxed_steps", "mask_steps")
     alike = [
         record["seconds"]
         / record["of"]["max_steps"]
@@ -374,9 +424,13 @@ description, scales or steps, gains, biases and codes. The tokenizer is in none 
 Settings are chosen on the validation part of the held-out text and losses are those of the test part, which no
 choice has seen (held-out documents alternate between the two). The search tries the options of each contestant
 in turn at 115 kB, 1,000 steps and seed 0, then whole, half and quarter rates at 3,000 steps. The last option of
-everyone is `relaxed_steps`: to use no mask, or no rounding, in the first half or the first four fifths of all steps
+the search is `relaxed_steps`: to use no mask, or no rounding, in the first half or the first four fifths of all steps
 ([relaxed steps](rules.md#relaxed-steps)). Both values were first tried with trellis, at 3,000 steps and seed 0, in two
-runs that are not counted. *Trials* is how many runs that were: {trials} for everyone when the search is complete, and
+runs that are not counted. Then everyone has two more trials of 3,000 steps, each a change of its best settings:
+density 0.3 (edge_popup), density 0.8 (rule signed), or a mask that is used for 4 steps (both); 4,096 states and a path
+that is used for 4 or for 8 steps (trellis); weight decay 1, or rounding in the last tenth of the steps only (dense,
+ternary and binary rounded). What to try with trellis was found in 14 uncounted runs of the last 600 steps at seed 0.
+*Trials* is how many runs that were: {trials} for everyone when the search is complete, and
 one more for each trial whose file missed its size by more than 3 % and was run again with the width that its codes
 allow. Losses are nats per token, the mean over seeds with the lowest and highest. Seconds are processor time of one
 core; many runs were made beside other work, which makes them longer. *Equal seconds*: trained for as long as the
@@ -386,8 +440,6 @@ What each search starts from was found in earlier runs, of which tickets had mor
 ([notes](../recipes/results/equal_bytes_notes.md)). The file of records also holds runs of a first search of the dense
 models, from a learned step and without the correction of sizes, and four of trellis with three codes per weight
 (1.58 bits, 1 x 140, 243 states): 3.957 after 3,000 steps, where four codes have 3.879. They are not counted as trials.
-Some best values lie at the edge of what was tried: weight decay 0.5 of the dense models, 0.8 of all steps relaxed for
-trellis, int3 and int4.
 
 Texts: the embedded corpus of Python 3.11 (1.05 million tokens, vocabulary 2048), and articles of Wikipedia, of which
 10 million tokens are used (vocabulary 2048 for 115 kB; 8192 and two layers for 1 MB, with the other settings as found

@@ -187,6 +187,11 @@ class RunArguments:
         " mask. Below 1, this share of all steps; 0.5 does well in long runs.",
         0,
     )
+    mask_steps: int = option(
+        "Steps for which a mask is used before the scores make a new one; evaluations and the ticket always use the"
+        " present scores. More than 1 saves time with rule trellis, whose search takes long.",
+        1,
+    )
     bf16: bool = option("Compute in bfloat16; without this, as accelerate is configured.", False)
     gradient_checkpointing: bool = option("Save memory: compute activations again for the backward.", False)
     torch_compile: bool = option("Compile the model with torch.compile.", False)
@@ -234,6 +239,8 @@ class RunArguments:
             if value < 0 or (value > 1 and value != int(value)) or (value == 0 and name == "logging_steps"):
                 raise SLTError(f"{name} {value} is neither a number of steps nor a share below 1")
             setattr(self, name, int(value) if value == int(value) else value)
+        if self.mask_steps < 1:
+            raise SLTError(f"mask_steps {self.mask_steps} is below 1; 1 makes a new mask at every step")
         rates = "learning_rate weight_learning_rate weight_decay score_decay momentum max_grad_norm".split()
         for name in rates:
             if not getattr(self, name) >= 0:

@@ -2,7 +2,7 @@
 
     output_dir/checkpoints/step-00000500/
       model.safetensors        learned parameters, not sharded, for any number of processes
-      optimizer.safetensors    moments by parameter name; the masks at the last evaluation
+      optimizer.safetensors    moments by parameter name; the masks at the last evaluation, and those in use
       state.json               step, arguments, digests of the other two and of itself
 
 A checkpoint appears by one rename and disappears by one, so every visible checkpoint is complete. Nothing is pickled.
@@ -105,6 +105,8 @@ class Snapshot:
             Step and validation loss of the best evaluation so far.
         masks (`dict[str, Tensor]`, *optional*):
             Codes at the last evaluation, by name of their scores.
+        held (`dict[str, Tensor]`, *optional*):
+            Codes that the next steps use, by name of their tensor.
         places (`list[Any]`, *optional*):
             Place of each process in a streamed text.
     """
@@ -115,6 +117,7 @@ class Snapshot:
     groups: list[dict[str, Any]]
     best: tuple[int, float] | None = None  # step and validation loss
     masks: dict[str, Tensor] = field(default_factory=dict)  # at the last evaluation
+    held: dict[str, Tensor] = field(default_factory=dict)  # in use by the next steps
     places: list[Any] = field(default_factory=list)  # in the stream of text, one per process
 
     @classmethod
@@ -246,6 +249,7 @@ class Checkpoints:
 
     def _write(self, snapshot: Snapshot, stage: Path) -> None:
         masks = {f"{name}/mask": mask for name, mask in snapshot.masks.items()}
+        masks |= {f"{name}/held": mask for name, mask in snapshot.held.items()}
         for name, tensors in zip(_FILES, (snapshot.model, snapshot.moments | masks), strict=True):
             save_file(_apart(tensors), stage / name)
         state = {
@@ -290,12 +294,13 @@ class Checkpoints:
         except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
             raise CheckpointError(f"{path}: {error!r}; {hint}") from None
         self._check_arguments(path, state["arguments"])
-        masks = {
-            name.removesuffix("/mask"): moments.pop(name) for name in list(moments) if name.endswith("/mask")
-        }
+        masks, held = (
+            {name.removesuffix(end): moments.pop(name) for name in list(moments) if name.endswith(end)}
+            for end in ("/mask", "/held")
+        )
         best = (state["best"][0], state["best"][1]) if state["best"] else None
         places = state.get("places", [])  # version 0.1 had none
-        return Snapshot(state["step"], model, moments, state["groups"], best, masks, places)
+        return Snapshot(state["step"], model, moments, state["groups"], best, masks, held, places)
 
     def _check_arguments(self, path: Path, then: dict[str, Any]) -> None:
         now = self.arguments

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from transformers import PreTrainedModel
 
 from ..errors import SLTError
+from ..masks.held import Held
 from ..masks.modules import set_rule
 from ..masks.relaxation import Relaxed
 from ..masks.rules import RAMPED
@@ -304,6 +305,7 @@ class Run:
         self._norm = self._largest_norm = torch.zeros(())  # of the gradient; read only when it is logged
         self.best: tuple[int, float] | None = None  # step and validation loss
         self.masks: dict[str, Tensor] = {}  # codes at the last evaluation
+        self.held: dict[str, Tensor] = {}  # codes that several steps use
         level = self.options.min_lr_rate == 1  # then a longer run would have had the same rates so far
         limit = self.options.save_total_limit
         self.checkpoints = Checkpoints(self.folder, self._identity(), limit, extendable=level)
@@ -357,7 +359,8 @@ class Run:
         snapshot.restore(self.model, self.optimizer.optimizer)
         places = snapshot.places or [None] * self.accelerator.num_processes
         self.batches.restore(snapshot.step, places[self.accelerator.process_index])
-        self.done, self.best, self.masks = snapshot.step, snapshot.best, snapshot.masks
+        self.done, self.best = snapshot.step, snapshot.best
+        self.masks, self.held = snapshot.masks, snapshot.held
         self.accelerator.print(f"resumed after step {self.done} from {path}")
         return path.parent.parent / "log.jsonl"
 
@@ -405,6 +408,10 @@ class Run:
             rule = replace(rule, **options)
         if self.is_relaxed:
             rule = Relaxed(rule)
+        elif self.options.mask_steps > 1:
+            if (self.done - self.relaxed_steps) % self.options.mask_steps == 0:
+                self.held = {}
+            rule = Held(rule, self.held)
         set_rule(self.accelerator.unwrap_model(self.model), rule)
         return rule
 
@@ -529,7 +536,7 @@ class Run:
         """Write a checkpoint."""
         self.check_gradient()
         places = gather_object([self.batches.place]) if self.batches.streams else []
-        known = {"best": self.best, "masks": self.masks, "places": places}
+        known = {"best": self.best, "masks": self.masks, "held": self.held, "places": places}
         snapshot = Snapshot.take(self.done, self.model, self.optimizer.optimizer, **known)
         if self.accelerator.is_main_process:
             self.checkpoints.save(snapshot)

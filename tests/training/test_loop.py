@@ -178,6 +178,7 @@ def test_values_and_spellings():
         ("", ["--rule", "sign", "--density", "0.3"], "density 0.3 is no option of rule 'sign'"),
         ("", ["--ramp_start", "2", "--ramp_steps", "5"], "ramp_start 2.0 over ramp_steps 5"),
         ("", ["--relaxed_steps", "1.5"], "relaxed_steps 1.5 is neither a number of steps nor a share"),
+        ("", ["--mask_steps", "0"], "mask_steps 0 is below 1"),
         ("", ["--control", "dens"], "control 'dens' is not one of dense, random_mask, frozen_embeddings"),
         ("", ["--max_steps", "0"], "max_steps 0 is not positive; -1 counts by num_train_epochs"),
         ("", ["--eval_steps", "2.5"], "eval_steps 2.5 is neither a number of steps nor a share"),
@@ -726,6 +727,34 @@ def test_relaxed_steps_use_no_mask_and_the_run_resumes_to_the_same_bits(argument
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
 
+def test_mask_steps_use_a_mask_several_times_and_the_run_resumes_to_the_same_bits(
+    arguments, tmp_path, monkeypatch
+):
+    words = ["--mask_steps", "3", "--relaxed_steps", "2", "--eval_steps", "4", "--dropout", "0"]
+    run = Run(arguments(*words, "--output_dir", str(tmp_path / "steps")))
+    masks = []
+    while run.done < run.steps:
+        optimizer_step(run)
+        masks.append(id(run.held))
+    assert [masks.count(one) for one in dict.fromkeys(masks)] == [2, 3, 3, 3, 1]  # the first two are relaxed
+
+    find_ticket(arguments(*words, "--output_dir", str(tmp_path / "whole")))
+    save = Run.save
+
+    def killed(run):
+        save(run)
+        if run.done == 4:  # the mask of step 2 is also that of step 4
+            raise ConnectionError
+
+    monkeypatch.setattr(Run, "save", killed)
+    with pytest.raises(ConnectionError):
+        find_ticket(arguments(*words))
+    monkeypatch.setattr(Run, "save", save)
+    find_ticket(arguments(*words, "--resume_from_checkpoint"))
+    assert mask_bytes(tmp_path / "run") == mask_bytes(tmp_path / "whole")
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
 def test_no_dense_twin_of_what_stock_gpt2_cannot_be(arguments):
     with pytest.raises(SLTError, match="no dense twin"):
         find_ticket(arguments("--control", "dense", "--layer_norm", "false"))
@@ -1243,7 +1272,7 @@ def test_two_processes_agree_with_one(base, tmp_path, kind):
         "--save_steps",
         "10",
     ]
-    common += ["--moments", "--relaxed_steps", "8"]
+    common += ["--moments", "--relaxed_steps", "8", "--mask_steps", "3"]
     one = find_ticket(
         parse_arguments(
             [*common, "--per_device_train_batch_size", "8", "--output_dir", str(tmp_path / "one")]
