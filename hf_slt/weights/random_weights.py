@@ -47,10 +47,10 @@ LAWS_WITH_STD = ("normal", "signed_constant")  # their scale is a standard devia
 PRETRAINED = "pretrained"  # in place of a law: the numbers come from a checkpoint, the backbone
 TABLE_DIGEST = "e826a52cdd8f495d8df125d4853240931f5e58f5898454d43d5ebdc48025652a"
 
-# Both are multiples of 8, one Philox block. A thread draws a chunk, piece by piece. A piece stays in a core's cache,
-# and is large enough that threads seldom wait for each other: every call of NumPy takes the interpreter lock again.
+# Both are multiples of 8, one Philox block. A thread draws a chunk, piece by piece. A piece of 1 MB stays in the last
+# cache, and is large enough that threads seldom wait for each other: every call of NumPy takes the interpreter lock.
 _CHUNK = 1 << 20
-_PIECE = 1 << 16
+_PIECE = 1 << 18
 
 
 class Origin(Protocol):
