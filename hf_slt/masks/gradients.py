@@ -134,7 +134,9 @@ class MaskedWeight(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
-        ctx.rule, ctx.layout, ctx.codes, drawn, scale, *scores = inputs
+        ctx.rule, ctx.layout, codes, drawn, scale, *scores = inputs
+        # Only the gradient of a scale needs the mask. Without scales its memory is free after the forward.
+        ctx.codes = None if scale is None else codes
         ctx.save_for_backward(drawn, scale, *scores)
 
     @staticmethod

@@ -503,19 +503,21 @@ class MaskedPlan(ParameterPlan):
 
     def dense(self, arrays: Arrays, observe: Observer | None = None) -> Tensor:
         parts = [self._dense_part(number, arrays, observe) for number in range(len(self.tensors))]
-        return self.arranged(parts[0] if len(parts) == 1 else torch.cat(parts, self.axis))
+        # By NumPy, as in `unmasked`: it asks the system for large pages, which come with fewer page faults.
+        whole = parts[0] if len(parts) == 1 else np.concatenate(parts, self.axis)
+        return self.arranged(torch.from_numpy(np.ascontiguousarray(whole)))
 
-    def _dense_part(self, number: int, arrays: Arrays, observe: Observer | None) -> Tensor:
+    def _dense_part(self, number: int, arrays: Arrays, observe: Observer | None) -> np.ndarray:
         """Return one tensor of the parameter, masked and scaled."""
         tensor = self.tensors[number]
         packed = arrays.get(tensor.name)
         packed = full_codes(tensor) if packed is None else packed
-        part = torch.from_numpy(np.ascontiguousarray(weights_of(tensor, packed, observe)))
+        part = weights_of(tensor, packed, observe)
         if self.scales:
             scale = self.scales[number]
             row = arrays.get(scale.name)
             row = as_stored(scale.draw(), self.scale_bits) if row is None else row
-            part *= _as_scale(torch.from_numpy(row), tensor)
+            part *= _as_scale(torch.from_numpy(row), tensor).numpy()
         return part
 
     def float32_names(self, name: str) -> list[str]:

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
 from transformers.utils import GENERATION_CONFIG_NAME, logging
 
 from ..errors import MismatchError, SLTError, TicketError
@@ -593,7 +594,7 @@ class SupermaskMixin(NamedMasksMixin, ResizingMixin, TernaryMixin):
             raise MismatchError(f"{ticket.path}: {error}; load it with its own configuration") from None
         if config.backbone and header.config.get("architectures") != [cls.__name__]:
             config.supermask["new_parameters"] = None  # another head: the backbone may have it or not
-        with torch.device("meta"):
+        with torch.device("meta"), no_init_weights():
             skeleton: Any = cls(config)
         arrays = _fitting_arrays(ticket, skeleton.stored_tensors())
 
