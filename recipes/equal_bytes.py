@@ -11,7 +11,7 @@ Every contestant has the same text, tokenizer, loop and tokens, and a file of th
 search      each option of each contestant in turn, the best value kept: 1,000 steps, 115 kB, seed 0. Every
             contestant has the same number of trials, and its width is what its bytes allow.
 lengths     the rates again, whole, half and quarter, at 3,000 steps
-last        two more trials of each contestant at 3,000 steps: beyond the edge of its search, or what it has not had
+last        four more trials of each contestant at 3,000 steps: beyond the edge of its search, or what it has not had
 115 60 230  3,000 steps, kB of the file, three seeds
 seconds     115 kB with as many steps as fit in the seconds of the reference
 wiki_115    articles of Wikipedia, 115 kB, three seeds; wiki_1000 with 1 MB, one seed
@@ -25,6 +25,7 @@ results/equal_bytes.json   every run: kind, bytes, steps, seed, text, losses, se
 docs/equal_bytes.md        the tables; figures/equal_bytes.png their figure
 """
 
+import math
 import os
 import statistics
 from collections.abc import Callable, Iterable
@@ -71,13 +72,13 @@ class Contestant:
         search (`tuple`):
             Options with the values to try beside the present one, in this order.
         last (`tuple`):
-            Changes of the best settings to try last, at full length. The better one counts if it is an improvement.
+            Changes of the best settings to try last, at full length. The best one counts if it is an improvement.
     """
 
     settings: dict[str, Any]
     bits: dict[str | None, float]
     search: Options
-    last: tuple[dict[str, Any], dict[str, Any]]
+    last: tuple[dict[str, Any], ...]
 
 
 def ticket_search(option: str, value: Any) -> Options:
@@ -104,58 +105,83 @@ def dense_search(step: str) -> Options:
     )
 
 
-LAST_OF_DENSE = ({"weight_decay": 1.0}, {"relaxed_steps": 0.9})
+def last_of_dense(step: str) -> tuple[dict[str, Any], ...]:
+    """Return the last trials of a rounded model, one with the other kind of step."""
+    return (
+        {"weight_decay": 1.0},
+        {"relaxed_steps": 0.9},
+        {"weight_restart": 0.01},
+        {"weight_restart": 0.003, "step": step},
+    )
+
+
+SIX_CODES = {"branches": 6, "unit": "row", "weight_restart": 0.01}
 CONTESTANTS = {
     # The mask keeps or drops. Scales of rows and gains of LayerNorm are learned beside it.
     "strict, edge_popup": Contestant(
         {**TICKET, "rule": "edge_popup", "density": 0.5},
         {None: 1.0},
         ticket_search("density", 0.4),
-        ({"density": 0.3}, {"mask_steps": 4}),
+        (
+            {"density": 0.3},
+            {"mask_steps": 4},
+            {"weight_restart": 0.01},
+            {"density": 0.5, "weight_restart": 0.01},
+        ),
     ),
     # Every weight is one of the numbers that were drawn for its tensor, chosen by a path: a random code.
     "strict, trellis": Contestant(
         {**TICKET, "law": "normal", "rule": "trellis", "branches": 4, "states": 256},
         {None: 2.0},
         ticket_search("states", 64),
-        ({"states": 4096, "mask_steps": 4}, {"states": 4096, "mask_steps": 8}),
+        (
+            {"states": 4096, "mask_steps": 4},
+            {"states": 4096, "mask_steps": 8},
+            {**SIX_CODES, "states": 1296, "mask_steps": 4},
+            {**SIX_CODES, "states": 7776, "mask_steps": 8},
+        ),
     ),
     # The mask sets signs: a ternary network, in which the seed carries nothing.
     "ternary, rule signed": Contestant(
         {**TICKET, "rule": "signed", "density": 0.7},
         {None: 1.58},
         ticket_search("density", 0.6),
-        ({"density": 0.8}, {"mask_steps": 4}),
+        (
+            {"density": 0.8},
+            {"mask_steps": 4},
+            {"density": 0.8, "weight_restart": 0.01},
+            {"density": 0.8, "weight_restart": 0.003},
+        ),
     ),
     "dense int4": Contestant(
         {**STOCK, "rounding": "int4"},
         {"learned": 3.3, "largest": 3.5},
         dense_search("learned"),
-        LAST_OF_DENSE,
+        last_of_dense("learned"),
     ),
     "dense int3": Contestant(
         {**STOCK, "rounding": "int3"},
         {"learned": 2.5, "largest": 2.4},
         dense_search("learned"),
-        LAST_OF_DENSE,
+        last_of_dense("learned"),
     ),
     "dense int2": Contestant(
         {**STOCK, "rounding": "int2"},
         {"learned": 1.75, "largest": 1.5},
         dense_search("learned"),
-        LAST_OF_DENSE,
+        last_of_dense("learned"),
     ),
     "ternary, rounded": Contestant(
         {**STOCK, "rounding": "ternary", "step": "mean"},
         {"learned": 1.45, "mean": 1.57},
         dense_search("learned"),
-        LAST_OF_DENSE,
+        last_of_dense("learned"),
     ),
     "binary, rounded": Contestant(
         {**STOCK, "rounding": "binary", "step": "mean"},
         {"learned": 1.0, "mean": 1.0},
         dense_search("learned"),
-        LAST_OF_DENSE,
+        last_of_dense("learned"),
     ),
 }
 REFERENCE = "strict, edge_popup"  # whose seconds the others get in the column of equal seconds
@@ -341,14 +367,25 @@ class Comparison:
         decided, best, bits = self.lengths(name)
         if len(self.known(decided)) < len(decided):
             return [], best, bits
-        changed = [{**best, **change} for change in CONTESTANTS[name].last]
-        trials = [(self.trial(one, bits, self.steps), one) for one in (best, *changed)]
+        changed = [(best, bits)]
+        for change in CONTESTANTS[name].last:
+            more = {**best, **change}
+            changed.append((more, self.bits_after(name, best, more, bits)))
+        trials = [(self.trial(one, its_bits, self.steps), one) for one, its_bits in changed]
         points = [point for (some, _), _ in trials[1:] for point in some]
         found = [(record, settings) for (_, record), settings in trials if record is not None]
         if len(found) < len(trials):
             return points, best, bits
         record, settings = min(found, key=lambda one: self.rank(one[0]))
         return points, settings, measured_bits(record)
+
+    def bits_after(self, name: str, settings: Point, changed: Point, bits: float) -> float:
+        """Return the bits per weight to expect after a change: as measured, unless the kind of codes changes."""
+        if changed.get("step") != settings.get("step"):
+            return CONTESTANTS[name].bits[changed.get("step")]
+        if changed.get("branches") != settings.get("branches"):
+            return bits + math.log2(changed["branches"] / settings["branches"])
+        return bits
 
     def row(self, name: str, row: Row) -> list[Point]:
         """Return a run for each seed."""

@@ -243,8 +243,13 @@ def rounded_optimizer(
     matrices = [one for _, one in named if one.dim() == 2]
     groups = [
         {"params": matrices, "lr": rate, "weight_decay": options.weight_decay},
-        {"params": vectors, "lr": rate, "weight_decay": 0.0},
-        {"params": steps, "lr": rate if step_rate is None else step_rate, "weight_decay": 0.0},
+        {"params": vectors, "lr": rate, "weight_decay": 0.0, "restarts": True},
+        {
+            "params": steps,
+            "lr": rate if step_rate is None else step_rate,
+            "weight_decay": 0.0,
+            "restarts": True,
+        },
     ]
     groups = [group for group in groups if group["params"]]
     return torch.optim.AdamW(groups, betas=(options.adam_beta1, options.adam_beta2))

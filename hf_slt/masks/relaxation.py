@@ -1,6 +1,6 @@
 """Training steps without a mask: every factor is the surrogate of its score.
 
-    factor = surrogate(score) * size / rms(surrogate of all scores)      while the model trains
+    factor = surrogate(score) * size / rms(surrogate of all scores)      while the model trains (trellis: or of a row)
     factor = factors[rule.codes(scores)]                                 in evaluation, and when the steps are over
 
 A mask that changes at every step is noise for the scores. In relaxed steps they learn without that noise, and without
@@ -10,7 +10,6 @@ the time that a search takes. The steps that follow adapt them to the mask. A ti
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from .rules import Rule, ScoreContext
@@ -44,9 +43,7 @@ class Relaxed(Rule):
         if not context.training:
             return self.rule.codes(scores, context)
         surrogate = self.rule.surrogate(scores)
-        exact = torch.float64 if scores.device.type == "cpu" else torch.float32  # the same on all CPUs
-        size = surrogate.to(exact).square().mean().sqrt().clamp_min(1e-30).to(scores.dtype)
-        return surrogate * (self.rule.typical_size / size)
+        return surrogate * (self.rule.typical_size / self.rule.size_of(surrogate, context))
 
     def codes_of_all(self, scores: Sequence[Tensor], contexts: Sequence[ScoreContext]) -> list[Tensor]:
         """Return the same for several tensors. A joint rule ranks them together in evaluation only."""

@@ -41,6 +41,24 @@ def rule_option(default: Any, text: str) -> Any:
     return field(default=default, metadata={"help": text})
 
 
+def root_mean_square(values: Tensor, axes: Sequence[int] | None = None) -> Tensor:
+    """Return the root mean square of all values, or along some axes, which then have size 1.
+
+    Args:
+        values (`Tensor`):
+            Any numbers.
+        axes (`Sequence[int]`, *optional*):
+            Axes to take the mean over. Default: all.
+
+    Returns:
+        `Tensor`: at least 1e-30, so that values can be divided by it.
+    """
+    exact = torch.float64 if values.device.type == "cpu" else torch.float32  # the same on all CPUs
+    squares = values.to(exact).square()
+    mean = squares.mean() if axes is None else squares.mean(tuple(axes), keepdim=True)
+    return mean.sqrt().clamp_min(1e-30).to(values.dtype)
+
+
 @dataclass(frozen=True)
 class ScoreContext:
     """The tensor whose scores a rule turns into codes.
@@ -71,6 +89,20 @@ class Rule(ABC):
     def typical_size(self) -> float:
         """Root mean square of the factors of a mask. Relaxed steps give their factors this size."""
         return math.sqrt(sum(factor**2 for factor in self.factors) / len(self.factors))
+
+    def size_of(self, values: Tensor, context: ScoreContext) -> Tensor:
+        """Return the unit of the values of one tensor: their root mean square.
+
+        Args:
+            values (`Tensor`):
+                One number per weight.
+            context ([`ScoreContext`]):
+                The tensor that they belong to.
+
+        Returns:
+            `Tensor`: one number, or numbers that can be broadcast to the values.
+        """
+        return root_mean_square(values)
 
     def check(self) -> None:  # noqa: B027  many rules have nothing to check
         """Raise `ValueError` if an option has an impossible value. The message names it and says what to do."""
@@ -327,14 +359,22 @@ class NofM(Rule):
 class Trellis(StraightThroughRule):
     """A path through drawn numbers, the one nearest to the scores: a random code, searched by Viterbi's algorithm.
 
-    A score is what its weight should be, but for a factor: the scores of a tensor are taken in units of their
-    root mean square, the table in units of its own.
+    A score is what its weight should be, but for a factor: the scores of a tensor, or of each of its rows, are taken
+    in units of their root mean square, the table in units of its own.
     """
 
-    branches: int = rule_option(4, "Codes per weight: 2, 3 or 4, which is 1, 1.58 or 2 bits per weight.")
+    branches: int = rule_option(
+        4, "Codes per weight, 2 to 16: its base-2 logarithm is the bits per weight, 1 to 4."
+    )
     states: int = rule_option(
         256,
-        "Drawn numbers per tensor: a power of two, or of three if branches is 3; the time of a search grows with it.",
+        "Drawn numbers per tensor: a power of branches, or any power of two if branches is one; the time of a search"
+        " grows with it.",
+    )
+    unit: str = rule_option(
+        "tensor",
+        "What scores are measured by before they are compared with drawn numbers: the root mean square of the whole"
+        " tensor or of each row, which goes well with scales: row.",
     )
 
     @property
@@ -343,9 +383,9 @@ class Trellis(StraightThroughRule):
 
     @property
     def state_bits(self) -> int:  # type: ignore[override]
-        if self.branches == 3:  # each of the codes of a state takes two bits
-            return 2 * round(math.log(self.states, 3))
-        return self.states.bit_length() - 1
+        if self.branches.bit_count() == 1:
+            return self.states.bit_length() - 1
+        return planes(self.branches) * round(math.log(self.states, self.branches))
 
     @property
     def typical_size(self) -> float:
@@ -353,22 +393,28 @@ class Trellis(StraightThroughRule):
 
     def check(self) -> None:
         if self.branches not in BRANCHES:
-            raise ValueError(f"branches {self.branches} of rule 'trellis' is not 2, 3 or 4")
-        base = 3 if self.branches == 3 else 2
+            raise ValueError(
+                f"branches {self.branches} of rule 'trellis' is not from {BRANCHES[0]} to {BRANCHES[-1]}"
+            )
+        base = 2 if self.branches.bit_count() == 1 else self.branches
         powers = [base**power for power in range(2, LARGEST_STATE_BITS // planes(base) + 1)]
         powers = [one for one in powers if one > self.branches]
         if self.states not in powers:
-            shown = f"a power of {'three' if base == 3 else 'two'} from {powers[0]} to {powers[-1]}"
+            shown = f"a power of {base} from {powers[0]} to {powers[-1]}"
             raise ValueError(f"states {self.states} is not {shown}, as branches {self.branches} needs it")
+        if self.unit not in ("tensor", "row"):
+            raise ValueError(f"unit {self.unit!r} of rule 'trellis' is not tensor or row")
 
     def first_scores(self, context: ScoreContext, size: tuple[int, ...]) -> np.ndarray:
         tensor = context.tensor
         return draw(tensor.seed, tensor.name + ".scores", size, "normal", 1 / math.sqrt(tensor.fan_in))
 
+    def size_of(self, values: Tensor, context: ScoreContext) -> Tensor:
+        axes = context.tensor.input_axes if self.unit == "row" else None
+        return root_mean_square(values, axes)
+
     def codes(self, scores: Tensor, context: ScoreContext) -> Tensor:
-        exact = torch.float64 if scores.device.type == "cpu" else torch.float32  # the same on all CPUs
-        size = scores.to(exact).square().mean().sqrt().clamp_min(1e-30).to(scores.dtype)
-        return path_of_targets(scores / size, context.tensor)
+        return path_of_targets(scores / self.size_of(scores, context), context.tensor)
 
 
 RAMPED = ("density", "threshold")  # options that a loop may change from step to step

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 LANES = 32  # rows at a time
+_PIECE = 1024  # costs that are compared at a time
 _SETTLED = 5  # after this many times the memory of a state, paths from all starts have met
 
 
@@ -37,7 +38,7 @@ def nearest_path(targets: Tensor, table: Tensor, branches: int) -> Tensor:
         table (`Tensor`):
             The number of every state that a path can reach, float32, on the same device.
         branches (`int`):
-            Number of codes: 2, 3 or 4.
+            Number of codes, 2 to 16.
 
     Returns:
         `Tensor`: codes in uint8, (rows, inputs).
@@ -201,29 +202,17 @@ def search_groups(targets: Any, table: Any, branches: Any, ends: Any, codes: Any
                 cost[state * lanes + lane] = 0.0 if end < 0 or end == state else np.inf
         for place in range(length):
             origin = came[place]
-            # One loop over states and rows, without a branch: compilers can vectorise it.
-            first, second = cost[:width], cost[width : 2 * width]
-            if branches == 2:
-                for at in range(width):
-                    a, b = first[at], second[at]
-                    least[at] = b if b < a else a
-                    origin[at] = np.uint8(1) if b < a else np.uint8(0)
-            elif branches == 3:
-                third = cost[2 * width : 3 * width]
-                for at in range(width):
-                    a, b, c = first[at], second[at], third[at]
-                    low, of_low = b if b < a else a, np.uint8(1) if b < a else np.uint8(0)
-                    least[at] = c if c < low else low
-                    origin[at] = np.uint8(2) if c < low else of_low
-            else:
-                third, fourth = cost[2 * width : 3 * width], cost[3 * width : 4 * width]
-                for at in range(width):
-                    a, b, c, d = first[at], second[at], third[at], fourth[at]
-                    low, high = b if b < a else a, d if d < c else c
-                    of_low = np.uint8(1) if b < a else np.uint8(0)
-                    of_high = np.uint8(3) if d < c else np.uint8(2)
-                    least[at] = high if high < low else low
-                    origin[at] = of_high if high < low else of_low
+            for start in range(0, width, _PIECE):
+                stop = min(start + _PIECE, width)
+                low, of_low = least[start:stop], origin[start:stop]
+                low[:] = cost[start:stop]
+                of_low[:] = 0
+                for branch in range(1, branches):
+                    rival = cost[branch * width + start : branch * width + stop]
+                    for at in range(stop - start):  # without a condition: compilers can vectorise it
+                        mine, its = low[at], rival[at]
+                        of_low[at] = np.uint8(branch) if its < mine else of_low[at]
+                        low[at] = its if its < mine else mine
             for shifted in range(shifts):
                 for branch in range(branches):
                     number = numbers[shifted, branch]

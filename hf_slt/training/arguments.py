@@ -187,6 +187,11 @@ class RunArguments:
         " mask. Below 1, this share of all steps; 0.5 does well in long runs.",
         0,
     )
+    weight_restart: float = option(
+        "Learning rate of trained weights (scales, gains) when relaxed steps are over: it starts again from this value"
+        " and falls to the end. 0 makes no new start. With rule trellis 0.01 does well.",
+        0.0,
+    )
     mask_steps: int = option(
         "Steps for which a mask is used before the scores make a new one; evaluations and the ticket always use the"
         " present scores. More than 1 saves time with rule trellis, whose search takes long.",
@@ -241,10 +246,15 @@ class RunArguments:
             setattr(self, name, int(value) if value == int(value) else value)
         if self.mask_steps < 1:
             raise SLTError(f"mask_steps {self.mask_steps} is below 1; 1 makes a new mask at every step")
-        rates = "learning_rate weight_learning_rate weight_decay score_decay momentum max_grad_norm".split()
-        for name in rates:
+        rates = "learning_rate weight_learning_rate weight_restart weight_decay score_decay momentum max_grad_norm"
+        for name in rates.split():
             if not getattr(self, name) >= 0:
                 raise SLTError(f"{name} {getattr(self, name)} is negative")
+        if self.weight_restart and not self.relaxed_steps:
+            raise SLTError(
+                f"weight_restart {self.weight_restart} is for the steps that follow relaxed steps, and there are "
+                "none; give relaxed_steps too"
+            )
         if self.dense_learning_rate is not None and not self.dense_learning_rate >= 0:
             raise SLTError(f"dense_learning_rate {self.dense_learning_rate} is negative")
         if not self.dense_std > 0:

@@ -201,7 +201,7 @@ def build_optimizer(model: nn.Module, options: RunArguments) -> torch.optim.Opti
         # Only the order of scores matters, not their size. But a step of AdamW has a fixed length, the rate: the
         # larger the scores, the more steps it takes to change their order.
         {"params": scores, "lr": options.learning_rate, "weight_decay": options.score_decay},
-        {"params": weights, "lr": rate, "weight_decay": options.weight_decay},
+        {"params": weights, "lr": rate, "weight_decay": options.weight_decay, "restarts": True},
     ]
     groups = [group for group in groups if group["params"]]
     if options.optim == "sgd":
@@ -381,13 +381,21 @@ class Run:
 
     def begin_step(self) -> None:
         """Set what depends only on the step: learning rates, the rule, and the random state of dropout."""
-        share = rate_at(self.done, self.steps, self.warmup, self.options.min_lr_rate)
-        for group in self.optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * share
+        self._set_rates()
         if self.learns_masks:
             self._set_rule()
         place = self.done * self.accelerator.num_processes + self.accelerator.process_index
         torch.manual_seed((self.seed * 1_000_003 + place) % 2**63)
+
+    def _set_rates(self) -> None:
+        """Set the learning rates of this step. Those of scales and gains may start again when the mask begins."""
+        floor, again = self.options.min_lr_rate, self.options.weight_restart
+        share = rate_at(self.done, self.steps, self.warmup, floor)
+        since = self.done - self.relaxed_steps
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * share
+            if again and since >= 0 and group.get("restarts"):
+                group["lr"] = again * rate_at(since, self.steps - self.relaxed_steps, 0, floor)
 
     @property
     def is_relaxed(self) -> bool:

@@ -9,10 +9,11 @@ be computed at once, and no initial state needs to be stored:
 
     state_i = sum over j of code_(i-j) * 2**(k*j),  mod 2**L,  i - j counted around the row
 
-Each weight has only as many possible successors as there are codes: 2, 3 or 4, which is 1, 1.58 or 2 bits per weight.
-But all numbers of the table occur. Three codes take two bits each in a state, so they reach only the 3**(L/2) states
-without a code 3 (`reachable_states`); the other numbers are not used. A row is coded as a whole, which comes nearer to
-the wanted weights than any code for single weights (Ungerboeck, 1982; Marcellin and Fischer, 1990; QTIP, 2024).
+Each weight has only as many possible successors as there are codes: 2 to 16, which is 1 to 4 bits per weight. But all
+numbers of the table occur. Where the number of codes is not a power of two, some values of the k bits are no code: 5
+codes take 3 bits each in a state, and reach only the 5**(L/3) states without a code above 4 (`reachable_states`); the
+other numbers are not used. A row is coded as a whole, which comes nearer to the wanted weights than any code for
+single weights (Ungerboeck, 1982; Marcellin and Fischer, 1990; QTIP, 2024).
 """
 
 import math
@@ -23,7 +24,7 @@ import numpy as np
 from ..errors import require
 
 LARGEST_STATE_BITS = 16
-BRANCHES = (2, 3, 4)  # codes of a path
+BRANCHES = range(2, 17)  # numbers of codes that a path may have
 
 
 def memory_of(bits: int, state_bits: int) -> int:
@@ -63,13 +64,11 @@ def check_path(levels: int, state_bits: int, search: float, laws: Sequence[str |
         `ValueError`: if they do not. The message names the value and says what to do.
     """
     bits = (levels - 1).bit_length()
-    require(levels in BRANCHES, f"a trellis of {levels} codes; take 2, 3 or 4")
+    require(levels in BRANCHES, f"a trellis of {levels} codes; take {BRANCHES[0]} to {BRANCHES[-1]}")
     fits = type(state_bits) is int and bits < state_bits <= LARGEST_STATE_BITS
     require(fits, f"state_bits {state_bits!r} is not from {bits + 1} to {LARGEST_STATE_BITS}")
-    require(
-        levels != 3 or state_bits % 2 == 0,
-        f"state_bits {state_bits} of three codes, which take two bits each",
-    )
+    whole = levels.bit_count() == 1 or state_bits % bits == 0
+    require(whole, f"state_bits {state_bits} of {levels} codes, which take {bits} bits each")
     require(search == 1, f"search {search}: a trellis codes whole rows; take search=1")
     few = "has only two numbers, too few for a trellis; take normal or uniform"
     require("signed_constant" not in laws, f"law signed_constant {few}")
@@ -85,15 +84,16 @@ def reachable_states(levels: int, state_bits: int) -> np.ndarray:
             Bits of a state.
 
     Returns:
-        `np.ndarray`: the states. With 2 or 4 codes these are all numbers below 2 ** state_bits.
+        `np.ndarray`: the states. With 2, 4, 8 or 16 codes these are all numbers below 2 ** state_bits.
 
     Example:
 
     >>> reachable_states(3, 4).tolist()
     [0, 1, 2, 4, 5, 6, 8, 9, 10]
     """
-    states = np.arange(2**state_bits)
-    return states[(states & (states >> 1) & 0x5555) == 0] if levels == 3 else states
+    states, bits = np.arange(2**state_bits), (levels - 1).bit_length()
+    digits = (states >> place & (1 << bits) - 1 for place in range(0, state_bits, bits))
+    return states[np.logical_and.reduce([digit < levels for digit in digits])]
 
 
 def states_of(codes: np.ndarray, bits: int, state_bits: int) -> np.ndarray:
