@@ -483,13 +483,14 @@ def make_rule(name: str, options: Mapping[str, Any]) -> Rule:
         near = difflib.get_close_matches(str(name), RULES, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"rule {name!r} is not one of {', '.join(map(repr, RULES))}{hint}")
-    own = [one.name for one in fields(RULES[name])]
+    defaults = {one.name: one.default for one in fields(RULES[name])}
     for option, value in options.items():
-        if option not in own:
-            has = f"has {', '.join(own)}" if own else "has none"
+        if option not in defaults:
+            has = f"has {', '.join(defaults)}" if defaults else "has none"
             raise ValueError(f"{option} {value} is no option of rule {name!r}, which {has}; leave it out")
-        if isinstance(value, str | bool):
-            raise ValueError(f"{option} {value!r} of rule {name!r} is not a number")
+        words = isinstance(defaults[option], str)
+        if isinstance(value, bool) or isinstance(value, str) != words:
+            raise ValueError(f"{option} {value!r} of rule {name!r} is not a {'word' if words else 'number'}")
     plain = {option: tuple(value) if isinstance(value, list) else value for option, value in options.items()}
     rule = RULES[name](**plain)
     rule.check()

@@ -229,4 +229,4 @@ def search_groups(targets: Any, table: Any, branches: Any, ends: Any, codes: Any
             for place in range(length - 1, -1, -1):
                 codes[group, place, lane] = state % branches
                 shifted = state // branches
-                state = shifted + came[place, shifted * lanes + lane] * (states // branches)
+                state = shifted + int(came[place, shifted * lanes + lane]) * (states // branches)

@@ -17,8 +17,10 @@ from transformers import AutoModelForCausalLM
 from hf_slt import SupermaskGPT2Config, SupermaskGPT2LMHeadModel
 from hf_slt.masks import modules, plans, selection
 from hf_slt.masks.modules import masked_parameters
+from hf_slt.masks.relaxation import Relaxed
 from hf_slt.masks.rules import RULES, Rule, ScoreContext, rule_option
 from hf_slt.masks.selection import keep_by_chance
+from hf_slt.masks.trellis import path_of_targets
 from hf_slt.models.checks import verify_ticket
 from hf_slt.models.configuration import SupermaskOptions
 from hf_slt.sharing.card import entropy_bits
@@ -126,6 +128,9 @@ FORMS = [
     *CASES,
     pytest.param("multibit", {"mask_bits": 4}, id="multibit-four_bits"),
     pytest.param("trellis", {"branches": 3, "states": 81, "scales": "row"}, id="trellis-three_codes"),
+    pytest.param(
+        "trellis", {"branches": 6, "states": 36, "scales": "row", "unit": "row"}, id="trellis-six_codes"
+    ),
 ]
 
 
@@ -167,6 +172,25 @@ def test_codes_are_those_of_the_naive_version(rule, inputs):
     leaf = scores.clone().requires_grad_()
     (found,) = torch.autograd.grad(made.surrogate(leaf).sum(), leaf)
     assert_close(found, slope(scores))
+
+
+@pytest.mark.parametrize("inputs", [0, 1])
+def test_by_rows_the_size_of_a_row_of_scores_says_nothing(inputs):
+    by_row = RULES["trellis"](unit="row")
+    shape = (16, 8) if inputs == 0 else (8, 16)
+    tensor = TensorSpec(
+        "w", shape, factors=by_row.factors, input_axes=(inputs,), state_bits=by_row.state_bits
+    )
+    context = ScoreContext(tensor, training=True)
+    scores = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    outputs = torch.arange(1.0, 9.0).unsqueeze(inputs)  # one factor for each row
+    codes = by_row.codes(scores, context)
+    assert torch.equal(by_row.codes(scores * outputs, context), codes)
+    whole = RULES["trellis"]()
+    assert not torch.equal(whole.codes(scores * outputs, context), whole.codes(scores, context))
+    sizes = scores.square().mean(inputs, keepdim=True).sqrt()
+    assert torch.equal(codes, path_of_targets(scores / sizes, tensor))
+    assert_close(Relaxed(by_row).codes(scores * outputs, context), scores / sizes)
 
 
 @pytest.mark.parametrize("piece", [1 << 19, 50], ids=["at_once", "in_pieces"])
@@ -580,10 +604,14 @@ def test_golden_files(rule, encoding, tmp_path):
 
 
 @pytest.mark.parametrize("encoding", ["packed", "entropy"])
-def test_a_ticket_whose_rule_had_other_options_is_read(encoding, tmp_path):
-    """Written when rule `trellis` had an option `mask_bits` in place of `branches`: codes and `factors` say it all."""
-    golden = DATA / "rules_3" / f"trellis_bits_{encoding}.safetensors"
-    assert read_header(golden).options["rule_options"] == {"mask_bits": 2, "states": 256}
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("trellis_bits", {"mask_bits": 2, "states": 256}), ("trellis_no_unit", {"branches": 4, "states": 256})],
+)
+def test_a_ticket_whose_rule_had_other_options_is_read(name, options, encoding, tmp_path):
+    """Written when rule `trellis` had `mask_bits` for `branches`, or no `unit`: codes and `factors` say it all."""
+    golden = DATA / "rules_3" / f"{name}_{encoding}.safetensors"
+    assert read_header(golden).options["rule_options"] == options
     loaded, ids = SupermaskGPT2LMHeadModel.from_pretrained(golden), torch.arange(8)[None]
     assert torch.equal(logits_of(loaded, ids), logits_of(golden_model("trellis").eval(), ids))
     loaded.save_ticket(tmp_path / "again", encoding=encoding)
@@ -617,9 +645,11 @@ def comparable(data: bytes) -> bytes | tuple[str, bytes]:
         ({"rule": "multicoat", "density": 0.3}, "which has densities"),
         ({"rule": "multibit", "mask_bits": 9}, "mask_bits 9"),
         ({"rule": "n_m", "n_of_m": [4, 2]}, "n < m"),
-        ({"rule": "trellis", "branches": 5}, "branches 5 of rule 'trellis' is not 2, 3 or 4"),
-        ({"rule": "trellis", "states": 100}, "states 100 is not a power of two from 8 to 65536"),
-        ({"rule": "trellis", "branches": 3}, "states 256 is not a power of three from 9 to 6561"),
+        ({"rule": "trellis", "branches": 17}, "branches 17 of rule 'trellis' is not from 2 to 16"),
+        ({"rule": "trellis", "states": 100}, "states 100 is not a power of 2 from 8 to 65536"),
+        ({"rule": "trellis", "branches": 3}, "states 256 is not a power of 3 from 9 to 6561"),
+        ({"rule": "trellis", "unit": "column"}, "unit 'column' of rule 'trellis' is not tensor or row"),
+        ({"rule": "trellis", "unit": 2}, "unit 2 of rule 'trellis' is not a word"),
         ({"rule": "trellis", "search": 0.5}, "a trellis codes whole rows; take search=1"),
         ({"rule": "trellis", "law": "signed_constant"}, "too few for a trellis; take normal or uniform"),
         ({"rule": "popup"}, "rule 'popup' is not one of"),

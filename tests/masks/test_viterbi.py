@@ -15,7 +15,17 @@ from hf_slt.weights.codes import planes
 from hf_slt.weights.random_weights import TensorSpec
 from hf_slt.weights.trellis import memory_of, reachable_states, states_of
 
-SHAPES = [(2, 3), (2, 4), (4, 3), (4, 4), (4, 5), (3, 4)]  # number of codes, bits of a state
+SHAPES = [
+    (2, 3),
+    (2, 4),
+    (4, 3),
+    (4, 4),
+    (4, 5),
+    (3, 4),
+    (5, 6),
+    (6, 6),
+    (8, 4),
+]  # number of codes, bits of a state
 
 
 def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -57,7 +67,9 @@ def test_no_path_of_all_is_nearer(levels, state_bits):
     assert length >= memory_of(bits, state_bits)
 
 
-@pytest.mark.parametrize(("levels", "states"), [(4, 256), (4, 128), (2, 64), (3, 243)])
+@pytest.mark.parametrize(
+    ("levels", "states"), [(4, 256), (4, 128), (2, 64), (3, 243), (6, 216), (8, 512), (16, 256)]
+)
 def test_the_compiled_loop_finds_the_codes_of_torch(levels, states, monkeypatch):
     """Also where costs are equal, where a group of rows is not full, and on several threads."""
     table = numbers(states, seed=3)
@@ -69,13 +81,19 @@ def test_the_compiled_loop_finds_the_codes_of_torch(levels, states, monkeypatch)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     assert torch.equal(nearest_path(rows, table, levels), expected)
     monkeypatch.setattr(viterbi, "_kernel", lambda: search_groups)  # as Python runs it
-    few = rows[:2, :8], table[: 9 if levels == 3 else 16]
+    few = rows[:2, :8], table[: levels**2]
     assert torch.equal(nearest_path(*few, levels), tail_biting(searched_by_torch, *few, levels))
 
 
 @pytest.mark.parametrize(
     ("levels", "state_bits", "bound", "reached", "single"),
-    [(4, 8, 0.0625, 0.1, 0.118), (3, 10, 0.1111, 0.16, 0.19), (3, 12, 0.1111, 0.145, 0.19)],
+    [
+        (4, 8, 0.0625, 0.1, 0.118),
+        (3, 10, 0.1111, 0.16, 0.19),
+        (3, 12, 0.1111, 0.145, 0.19),
+        (6, 12, 0.0278, 0.042, 0.058),
+        (8, 12, 0.0156, 0.024, 0.0345),
+    ],
 )
 def test_joint_coding_comes_nearer_than_single_weights(levels, state_bits, bound, reached, single):
     """Mean squared error of normal numbers: above Shannon's bound, below that of the best levels of single weights."""

@@ -70,6 +70,7 @@ MORE = {
         "tie_word_embeddings": False,
     },
     "trellis-three_codes": {"rule": "trellis", "density": None, "branches": 3, "states": 81, "scales": "row"},
+    "trellis-six_codes": {"rule": "trellis", "density": None, "branches": 6, "states": 216, "scales": "row"},
     "trained-8bit": {"embedding": "trained", "embedding_bits": 8, "n_layer": 1, "n_embd": 33, "n_head": 3},
 }
 ALL = {name: {**changes, "vocab_size": VOCABULARY} for name, changes in (CASES | MORE).items()}

@@ -177,6 +177,7 @@ def test_values_and_spellings():
         ("", ["--rule", "sign", "--ramp_start", "1", "--ramp_steps", "5"], "rule 'sign' has no density or"),
         ("", ["--rule", "sign", "--density", "0.3"], "density 0.3 is no option of rule 'sign'"),
         ("", ["--ramp_start", "2", "--ramp_steps", "5"], "ramp_start 2.0 over ramp_steps 5"),
+        ("", ["--weight_restart", "0.01"], "weight_restart 0.01 is for the steps that follow relaxed steps"),
         ("", ["--relaxed_steps", "1.5"], "relaxed_steps 1.5 is neither a number of steps nor a share"),
         ("", ["--mask_steps", "0"], "mask_steps 0 is below 1"),
         ("", ["--control", "dens"], "control 'dens' is not one of dense, random_mask, frozen_embeddings"),
@@ -725,6 +726,22 @@ def test_relaxed_steps_use_no_mask_and_the_run_resumes_to_the_same_bits(argument
     find_ticket(arguments(*words, "--resume_from_checkpoint"))
     assert mask_bytes(tmp_path / "run") == mask_bytes(tmp_path / "whole")
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+def test_the_rate_of_trained_weights_starts_again_when_masks_begin(arguments):
+    words = ["--scales", "row", "--max_steps", "8", "--relaxed_steps", "4", "--min_lr_rate", "0"]
+    words += ["--learning_rate", "0.5", "--weight_learning_rate", "0.1", "--weight_restart", "0.2"]
+    run = Run(arguments(*words, "--warmup_steps", "0"))
+    rates = []
+    while run.done < run.steps:
+        run.begin_step()
+        rates.append([group["lr"] for group in run.optimizer.param_groups])
+        run.done += 1
+    falling = [(1 + math.cos(math.pi * step / 8)) / 2 for step in range(8)]
+    again = [(1 + math.cos(math.pi * step / 4)) / 2 for step in range(4)]
+    assert [scores for scores, _ in rates] == pytest.approx([0.5 * share for share in falling])
+    expected = [0.1 * share for share in falling[:4]] + [0.2 * share for share in again]
+    assert [weights for _, weights in rates] == pytest.approx(expected)
 
 
 def test_mask_steps_use_a_mask_several_times_and_the_run_resumes_to_the_same_bits(

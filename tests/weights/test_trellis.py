@@ -8,7 +8,7 @@ import pytest
 
 from hf_slt.weights.codes import count_codes, factors_of, full_codes, pack_codes, weights_of
 from hf_slt.weights.random_weights import TensorSpec
-from hf_slt.weights.trellis import check_path, from_rows, reachable_states, states_of, to_rows
+from hf_slt.weights.trellis import check_path, from_rows, memory_of, reachable_states, states_of, to_rows
 
 FOUR = (1.0, 2.0, 3.0, 4.0)
 
@@ -43,19 +43,32 @@ def test_weights_are_the_numbers_at_the_states(law, axes):
     assert np.array_equal(weights_of(tensor, pack_codes(codes, 4)), expected)
 
 
-def test_a_random_path_of_three_codes_has_no_fourth():
-    tensor = TensorSpec("w", (40, 50), 3, factors=(1.0, 2.0, 3.0), input_axes=(1,), state_bits=6)
-    counts = count_codes(full_codes(tensor), tensor.size, 3)  # which raises for a code 3
-    assert min(counts) > 600
+@pytest.mark.parametrize(("levels", "state_bits"), [(3, 6), (5, 6), (8, 7)])
+def test_a_random_path_has_all_codes_that_exist_and_reaches_all_states_of_these(levels, state_bits):
+    factors = tuple(map(float, range(1, levels + 1)))
+    tensor = TensorSpec("w", (40, 50), 3, factors=factors, input_axes=(1,), state_bits=state_bits)
+    counts = count_codes(
+        full_codes(tensor), tensor.size, levels
+    )  # which raises for a code that does not exist
+    assert min(counts) > 0.9 * tensor.size / levels
     used = set(weights_of(tensor, full_codes(tensor)).flat)
-    assert used == set(tensor.draw()[reachable_states(3, 6)])
+    assert used == set(tensor.draw()[reachable_states(levels, state_bits)])
+
+
+@pytest.mark.parametrize(("levels", "state_bits"), [(2, 5), (3, 6), (5, 9), (6, 6), (8, 7), (16, 8)])
+def test_reachable_states_are_those_of_all_paths(levels, state_bits):
+    bits = (levels - 1).bit_length()
+    memory = memory_of(bits, state_bits)
+    every = np.array(list(product(range(levels), repeat=memory)), np.uint8)
+    assert set(states_of(every, bits, state_bits).flat) == set(reachable_states(levels, state_bits))
 
 
 @pytest.mark.parametrize(
     ("levels", "state_bits", "message"),
     [
-        (5, 8, "a trellis of 5 codes"),
-        (3, 7, "state_bits 7 of three codes"),
+        (17, 8, "a trellis of 17 codes; take 2 to 16"),
+        (3, 7, "state_bits 7 of 3 codes"),
+        (6, 8, "state_bits 8 of 6 codes, which take 3 bits each"),
         (3, 18, "state_bits 18 is not from 3"),
     ],
 )
