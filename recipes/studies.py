@@ -231,7 +231,12 @@ def loop_arguments(**settings: Any) -> Arguments:
     for name, value in settings.items():
         if value is not None:
             words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
-    return parse_arguments(words)
+    message = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(message):
+            return parse_arguments(words)
+    except SystemExit as stop:  # a worker that exits would end the whole study without a word
+        raise ValueError(message.getvalue().strip()) from stop
 
 
 class TimedRun(Run):

@@ -132,8 +132,8 @@ def test_two_processes_that_measure_other_points_keep_each_others_records(tmp_pa
 
 def test_every_contestant_has_as_many_trials_and_keeps_what_validates_best(tmp_path):
     searched = {1 + sum(len(values) for _, values in one.search) for one in study.CONTESTANTS.values()}
-    assert searched == {study.TRIALS - 5}
-    assert {len(one.last) for one in study.CONTESTANTS.values()} == {2}
+    assert searched == {study.TRIALS - 7}
+    assert {len(one.last) for one in study.CONTESTANTS.values()} == {4}
     some = comparison(tmp_path, ["dense int4"])
     (name,) = some.names
     wanted = {
@@ -157,7 +157,7 @@ def test_every_contestant_has_as_many_trials_and_keeps_what_validates_best(tmp_p
     assert {option: best[option] for option in wanted} == wanted
     assert bits == pytest.approx(3, abs=0.001)
     # The first trial, and the first with another kind of step, are run again with the width that 3 bits allow.
-    assert len(points) == study.TRIALS - 5 + 2
+    assert len(points) == study.TRIALS - 7 + 2
     assert points[1] == {**points[0], "n_embd": points[1]["n_embd"]}
     assert file_of(points[0]) < file_of(points[1]) <= 1.01 * 115_000
     assert points[1]["n_embd"] == study.width_for(points[0], bits, 115_000)
@@ -170,8 +170,13 @@ def test_every_contestant_has_as_many_trials_and_keeps_what_validates_best(tmp_p
     assert {one["weight_learning_rate"] for one in some.row(name, study.ROWS["115"])} == {2e-3}
 
     last = some.points("last")
-    assert [(one["weight_learning_rate"], one["weight_decay"]) for one in last] == [(2e-3, 1.0), (2e-3, 0.5)]
-    for loss, point in zip((0.5, -1.0), last, strict=True):  # the best before has 0
+    assert [(one["weight_learning_rate"], one["weight_decay"]) for one in last] == [(2e-3, 1.0)] + [
+        (2e-3, 0.5)
+    ] * 3
+    # The search ended without relaxed steps: a restart comes with some.
+    assert [one.get("relaxed_steps") for one in last] == [None, 0.9, 0.5, 0.5]
+    assert [one.get("weight_restart") for one in last] == [None, None, 0.01, 0.003]
+    for loss, point in zip((0.5, -1.0, 0.4, 0.3), last, strict=True):  # the best before has 0
         found = {"loss": 1.0, "validation_loss": loss, "bytes": 115_000, "seconds": 50.0}
         some.records.add(point, found)
     seeds = some.row(name, study.ROWS["115"])

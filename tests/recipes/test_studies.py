@@ -56,6 +56,12 @@ def test_a_point_is_measured_once_and_a_changed_one_is_left_out(tmp_path, capsys
     assert not list(Records(path, points, fresh=True))
 
 
+def test_settings_that_the_loop_refuses_are_an_error_with_its_words(tmp_path):
+    """Not an exit: in a worker that would end the study without a message."""
+    with pytest.raises(ValueError, match=r"weight_restart 0\.01 is for the steps that follow relaxed steps"):
+        studies.loop_arguments(weight_restart=0.01, output_dir=tmp_path)
+
+
 def test_a_write_that_fails_leaves_what_was_there(tmp_path):
     records = Records(tmp_path / "some.json", grid(n=(1, 2)))
     records.add({"n": 1}, {"loss": 1.0})
