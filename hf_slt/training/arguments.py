@@ -189,7 +189,7 @@ class RunArguments:
     )
     weight_restart: float = option(
         "Learning rate of trained weights (scales, gains) when relaxed steps are over: it starts again from this value"
-        " and falls to the end. 0 makes no new start. With rule trellis 0.01 does well.",
+        " and falls until the last step. 0 makes no new start. With rules trellis and signed 0.01 does well.",
         0.0,
     )
     mask_steps: int = option(
