@@ -424,6 +424,12 @@ class Comparison:
         """Return how many runs the choice of a contestant's settings rests on."""
         return len(self.known([*self.search(name)[0], *self.lengths(name)[0], *self.last(name)[0]]))
 
+    def has_all_trials(self, name: str) -> bool:
+        """Return whether a contestant's trials have all been run. The last ones follow from those before."""
+        last = self.last(name)[0]
+        points = [*self.search(name)[0], *self.lengths(name)[0], *last]
+        return bool(last) and len(self.known(points)) == len(points)
+
 
 def cost_of(point: Point, records: FlatRecords) -> float:
     """Return the seconds that a run will take, about: by a run of the same way, or by its weights."""
@@ -568,8 +574,8 @@ def page_of(comparison: Comparison) -> str:
         full = {one["contestant"] for one in lines if one["seeds"] == row.seeds}
         if lost := [name for name in comparison.names if name not in full]:
             missing.append(f"- `{part}`: " + "; ".join(lost))
-    searched = [name for name in comparison.names if comparison.trials(name) < TRIALS]
-    missing += [f"- `search` and `lengths` are not complete: {'; '.join(searched)}"] if searched else []
+    unsearched = [name for name in comparison.names if not comparison.has_all_trials(name)]
+    missing += [f"- trials (`search`, `lengths`, `last`): {'; '.join(unsearched)}"] if unsearched else []
     if drawn_texts(comparison):
         text.append("![Test loss against the size of the file](../recipes/figures/equal_bytes.png)")
     if missing:

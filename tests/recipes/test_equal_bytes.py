@@ -176,6 +176,7 @@ def test_every_contestant_has_as_many_trials_and_keeps_what_validates_best(tmp_p
     # The search ended without relaxed steps: a restart comes with some.
     assert [one.get("relaxed_steps") for one in last] == [None, 0.9, 0.5, 0.5]
     assert [one.get("weight_restart") for one in last] == [None, None, 0.01, 0.003]
+    assert not some.has_all_trials(name)
     for loss, point in zip((0.5, -1.0, 0.4, 0.3), last, strict=True):  # the best before has 0
         found = {"loss": 1.0, "validation_loss": loss, "bytes": 115_000, "seconds": 50.0}
         some.records.add(point, found)
@@ -183,6 +184,7 @@ def test_every_contestant_has_as_many_trials_and_keeps_what_validates_best(tmp_p
     assert [point["seed"] for point in seeds] == [0, 1, 2]
     assert {point["relaxed_steps"] for point in seeds} == {0.9}
     assert some.trials(name) == study.TRIALS + 2
+    assert some.has_all_trials(name)
 
 
 def test_records_say_what_a_run_is_and_repeat_it(tmp_path):
