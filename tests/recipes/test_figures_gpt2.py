@@ -56,7 +56,7 @@ def test_points_are_named_once_and_their_settings_are_arguments():
         points = study.points(preset)
         assert len({point.id for point in points}) == len(points)
         assert {name for point in points for name in point.settings} <= known
-    with pytest.raises(SystemExit):
+    with pytest.raises(ValueError, match="unknown option --densty"):
         study.measure(**{**short().settings, "densty": 0.5})
 
 
