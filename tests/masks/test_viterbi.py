@@ -1,6 +1,8 @@
 """The search for the nearest path: against all paths there are, and the compiled loop against torch."""
 
+import re
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from torch.testing import assert_close
 
 from hf_slt.masks import viterbi
 from hf_slt.masks.any_module import supermask_
+from hf_slt.masks.rules import make_rule
 from hf_slt.masks.trellis import numbers_of_path, path_of_targets
 from hf_slt.masks.viterbi import nearest_path, search_groups, searched_by_torch, tail_biting
 from hf_slt.weights.codes import planes
@@ -106,6 +109,50 @@ def test_joint_coding_comes_nearer_than_single_weights(levels, state_bits, bound
     assert bound < float((found - targets).square().mean()) < reached < single
     usable = tensor.draw()[reachable_states(levels, state_bits)]
     assert set(found.flatten().tolist()) <= set(usable.tolist())
+
+
+def rows_of_the_docs() -> list[tuple[int, float, dict[int, float], float]]:
+    """Read the table of docs/rules.md: codes, error of single weights, errors of paths by states, bound."""
+    found = []
+    for line in (Path(__file__).parents[2] / "docs" / "rules.md").read_text().splitlines():
+        if re.fullmatch(r"\| \d+ \| [\d.]+ \| [\d.]+ \| .*\) \| [\d.]+ \|", line):
+            codes, _, single, paths, bound = line.strip("| ").split(" | ")
+            by_states = re.findall(r"([\d.]+) \(([\d,]+)\)", paths)
+            found.append((
+                int(codes), float(single), {int(states.replace(",", "")): float(error) for error, states in by_states},
+                float(bound),
+            ))  # fmt: skip
+    return found
+
+
+def error_of_best_levels(count: int) -> float:
+    """The error if each normal number is rounded to the best levels (Lloyd's iteration on quantiles)."""
+    points = torch.distributions.Normal(0, 1).icdf(
+        (torch.arange(100_000, dtype=torch.float64) + 0.5) / 100_000
+    )
+    levels = torch.linspace(-2, 2, count, dtype=torch.float64)
+    for _ in range(200):
+        nearest = (points[:, None] - levels).abs().argmin(1)
+        levels = torch.stack([points[nearest == one].mean() for one in range(count)])
+    return float((points - levels[nearest]).square().mean())
+
+
+def test_the_table_of_the_docs():
+    rows = rows_of_the_docs()
+    assert [codes for codes, *_ in rows] == [3, 4, 6, 8]
+    targets = numbers(480, 120, seed=5)
+    for codes, single, paths, bound in rows:
+        assert bound == pytest.approx(codes**-2, rel=0.01)
+        assert single == pytest.approx(error_of_best_levels(codes), rel=0.01)
+        for states, stated in paths.items():
+            rule = make_rule("trellis", {"branches": codes, "states": states})
+            errors = []
+            for seed in range(3):
+                shape = {"factors": rule.factors, "input_axes": (1,), "state_bits": rule.state_bits}
+                tensor = TensorSpec(f"w{seed}", (480, 120), **shape)
+                found = numbers_of_path(path_of_targets(targets, tensor), tensor)
+                errors.append(float((found - targets).square().mean()))
+            assert stated == pytest.approx(sum(errors) / 3, rel=0.02), (codes, states)
 
 
 def test_any_module_and_many_at_once():

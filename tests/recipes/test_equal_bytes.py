@@ -170,9 +170,8 @@ def test_every_contestant_has_as_many_trials_and_keeps_what_validates_best(tmp_p
     assert {one["weight_learning_rate"] for one in some.row(name, study.ROWS["115"])} == {2e-3}
 
     last = some.points("last")
-    assert [(one["weight_learning_rate"], one["weight_decay"]) for one in last] == [(2e-3, 1.0)] + [
-        (2e-3, 0.5)
-    ] * 3
+    assert {one["weight_learning_rate"] for one in last} == {2e-3}
+    assert [one["weight_decay"] for one in last] == [1.0, 0.5, 0.5, 0.5]
     # The search ended without relaxed steps: a restart comes with some.
     assert [one.get("relaxed_steps") for one in last] == [None, 0.9, 0.5, 0.5]
     assert [one.get("weight_restart") for one in last] == [None, None, 0.01, 0.003]

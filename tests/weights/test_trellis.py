@@ -47,9 +47,7 @@ def test_weights_are_the_numbers_at_the_states(law, axes):
 def test_a_random_path_has_all_codes_that_exist_and_reaches_all_states_of_these(levels, state_bits):
     factors = tuple(map(float, range(1, levels + 1)))
     tensor = TensorSpec("w", (40, 50), 3, factors=factors, input_axes=(1,), state_bits=state_bits)
-    counts = count_codes(
-        full_codes(tensor), tensor.size, levels
-    )  # which raises for a code that does not exist
+    counts = count_codes(full_codes(tensor), tensor.size, levels)  # raises for a code that does not exist
     assert min(counts) > 0.9 * tensor.size / levels
     used = set(weights_of(tensor, full_codes(tensor)).flat)
     assert used == set(tensor.draw()[reachable_states(levels, state_bits)])
